@@ -274,3 +274,62 @@ def test_what_did_not_run_is_said_to_be_planned() -> None:
     model(x).sum().backward()
     assert "planned" not in str(report)
     assert [(row.name, "evaluation mode" in row.reason) for row in report.kept] == [("1", True)]
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.GRU(64, 64, batch_first=True), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(2 * x)[0])  # type: ignore[no-any-return]
+
+
+class _Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.fft.rfft2(self.inner(x))
+        return self.head(torch.fft.irfft2(f * f.abs(), s=x.shape[1:]))  # type: ignore[no-any-return]
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding, causal = torch.zeros(8, 64, dtype=torch.bool), torch.ones(64, 64, dtype=torch.bool).triu(1)
+        return self.inner(x, x, x, padding, need_weights=False, attn_mask=causal)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "least"),
+    [
+        (_Recurrent, "gru", 0.8),  # small tensors of each step: 64 × 8 × 64 of several gates
+        (_Spectral, "mul", 8 * 64 * 33 * 8 / 2**20 - 0.05),  # of complex numbers
+        (_Masked, "attention mask", 8 * 4 * 64 * 64 * 4 / 2**20 - 0.05),
+    ],
+    ids=["tensors of each step of an RNN", "complex numbers", "a mask of numbers"],
+)
+def test_what_is_kept_in_full_is_named_with_its_bytes(model: type[nn.Module], what: str, least: float) -> None:
+    """Also where no single tensor is large, or none is real."""
+    net = model()
+    report = hotrain.convert(net, "exact", memory="block", plan="memory")
+    net(torch.randn(8, 64, 64)).sum().backward()
+    (row,) = (row for row in str(report).splitlines() if row.strip().startswith(f"{what} ") and "MiB" in row)
+    assert float(row.partition("precision: ")[2].partition(" MiB")[0]) >= least
+
+
+def test_a_report_of_a_model_that_is_exact_again_says_so() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64))
+    report = hotrain.convert(net, "exact", memory="block", plan="memory")
+    net(torch.randn(8, 64, 64)).sum().backward()
+    assert "softplus" in str(report)
+    hotrain.revert(net[0])
+    assert "softplus" in str(report), "a part of it"
+    hotrain.revert(net)
+    assert "softplus" not in str(report)
+    assert "as exact keeps it" in str(report)

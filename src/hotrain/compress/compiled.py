@@ -489,10 +489,11 @@ class _Account:
         buffers = _regions[region]
         buffers.uncut = False
         buffers.graphs.append(kept)
+        forms: dict[str, list[str]] = {}
         for (where, names, form, why), size in self.rows.items():
-            if where == region:
-                what = ", ".join(names)
-                if form:
-                    buffers.record(f"{what} (saved)", form)
-                else:
-                    buffers.record_full(what, f"{size / 2**20:.1f} MiB, compiled: {why}")
+            what = ", ".join(names)
+            if where == region and form:
+                forms.setdefault(what, []).append(form)
+                buffers.record(f"{what} (saved)", ", ".join(sorted(forms[what])))
+            elif where == region:
+                buffers.record_full(what, f"{size / 2**20:.1f} MiB, compiled: {why}")

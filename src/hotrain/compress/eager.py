@@ -46,7 +46,7 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
         return None
     if func in rules.BY_FUNCTION:
         return rules.of_call(func, args, kwargs)
-    return rules.OTHER if any(map(_is_large, tensors)) else None
+    return rules.OTHER if any(_is_large(t) or _is_large_complex(t) for t in tensors) else None
 
 
 def passes(looked_at: set[str], func: Any) -> bool:
@@ -74,8 +74,8 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     buffers.looked_at.add(name)
     if one.forms:
         buffers.record(f"{name} (saved)", ", ".join(sorted(one.forms)))
-    if one.full:
-        size = sum(one.full.values()) / 2**20
+    if one.nbytes() >= 2 * SMALL:
+        size = one.nbytes() / 2**20
         why = "no rounding rule for it" if rule is rules.OTHER else "its derivative needs full precision"
         if name not in buffers.full:
             buffers.record_full(name, f"{size:.1f} MiB per call, {why}")
@@ -91,6 +91,10 @@ def name_of(func: Any) -> str:
 
 def _is_large(t: Tensor) -> bool:
     return t.dtype in (torch.float32, torch.float16, torch.bfloat16) and t.numel() >= SMALL
+
+
+def _is_large_complex(t: Tensor) -> bool:
+    return t.is_complex() and t.numel() >= SMALL
 
 
 # ---- the hooks of a call ----
@@ -113,7 +117,9 @@ class _Call:
         self.full: dict[int, int] = {}
 
     def pack(self, t: Tensor) -> _Saved:
-        if t.dtype == torch.uint8 and self.rule is rules.OTHER:  # the workspace of a library: an LSTM's is most of it
+        # Of an RNN a workspace, and a tensor for each step, are most of it.
+        counts = (self.rule is rules.OTHER or _is_large_complex(t)) and t.layout == torch.strided
+        if counts and not _is_large(t) and (t.dtype == torch.uint8 or not _is_of_a_leaf(t)):
             self._count(t)
         if not _is_large(t) or type(t) not in PLAIN or t.layout != torch.strided or _is_of_a_leaf(t):
             return _Saved(t, rules.EXACT, self.outer)
@@ -130,6 +136,10 @@ class _Call:
         elif use == rules.EXACT:
             self._count(t)
         return saved
+
+    def nbytes(self) -> int:
+        """Of all storages in `full`."""
+        return sum(self.full.values())
 
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()

@@ -330,7 +330,8 @@ def unwrap(model: nn.Module) -> None:
     """Give every wrapped module of the model its own class back, in place."""
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
-            del module.__dict__[ATTRIBUTE]
+            buffers = module.__dict__.pop(ATTRIBUTE)
+            buffers.reverted |= buffers.root is not None and buffers.root() is model
             module.__dict__.pop(IN_EAGER, None)
             unmix(module, Wrapped)
         unmix(module, WrappedNorm)

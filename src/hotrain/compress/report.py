@@ -108,6 +108,7 @@ class Buffers:
         spare_ms: that a compiled graph may take longer than it is predicted to.
         chosen: operator → its calls in compiled graphs that are kept exact, of how many, in how many graphs.
         unused: formats that were recorded, and that no graph saves in.
+        reverted: whether the model is exact again.
     """
 
     formats: dict[str, str] = field(default_factory=dict)
@@ -129,6 +130,7 @@ class Buffers:
     spare_ms: float = field(default=0.0, repr=False, compare=False)
     chosen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    reverted: bool = field(default=False, repr=False, compare=False)
 
     def see_from(self, fast: Any, model: Any) -> None:
         """Record the first call of a compiled model by a hook on `fast`, whose forward runs no Python of hotrain, and
@@ -187,6 +189,8 @@ class Buffers:
                 other[what] = one.pop(what)
 
     def __str__(self) -> str:
+        if self.reverted:
+            return "  between the layers: as exact keeps it"
         rows = [(what, form) for what, form in self.formats.items()]
         rows += [(what, f"kept in full precision: {why}") for what, why in self.full.items()]
         rows += [("everything else", UNCUT)] * self.uncut + [("in eager mode", EAGER)] * self.waits

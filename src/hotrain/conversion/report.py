@@ -173,7 +173,7 @@ class ConversionReport:
                 what = (row.method.name, None, None, None, False)
             else:
                 what = (row.method.name, *formats(row.ran), row.ran.kernels)
-                sizes = row.saved_bytes, row.ran.exact_bytes
+                sizes = row.saved_bytes, 0 if row.ran.frozen else row.ran.exact_bytes
             names = ("method", "g_x", "g_w", "x", "kernels")
             first = {"layers": 0, **dict(zip(names, what, strict=True)), "bytes": None, "exact_bytes": None}
             group = groups.setdefault(what, first)
@@ -305,7 +305,8 @@ def line_of(group: dict[str, Any]) -> str:
     if group["g_x"] == "exact" and group["x"] == "exact":
         return f"{count}: exact"
     by = "Triton kernels" if group["kernels"] else "plain PyTorch"
-    size = f"{bytes_text(group['bytes'])} of {bytes_text(group['exact_bytes'])}"
+    of = f" of {bytes_text(group['exact_bytes'])}" if group["exact_bytes"] else ""
+    size = f"{bytes_text(group['bytes'])}{of}"
     return f"{count}: g_x {group['g_x']}, g_w {group['g_w']}, x {group['x']} ({size}), {by}"
 
 

@@ -380,6 +380,11 @@ def _attention(
     scope.record("scaled_dot_product_attention", f"{forms[0]}, {forms[1]}")
     if mask is not None and mask.dtype != torch.bool:
         mask = prepared_mask(mask, q, k, kind)
+        if mask is not None and is_large(mask) and not torch.compiler.is_compiling():
+            size = mask.untyped_storage().nbytes() / 2**20
+            scope.buffers.record_full(
+                "attention mask", f"{size:.1f} MiB per call, numbers that are added to the logits"
+            )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     y, *codes = attention(q, k, v, mask, dropout_p, is_causal, scale, kind, *forms)
     # Models transpose heads and tokens next, which gives the memory layout of the codes: `views` notes that.
