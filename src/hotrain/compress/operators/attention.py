@@ -395,6 +395,10 @@ def _attention(
 HANDLERS: Handlers = {F.scaled_dot_product_attention: _attention}
 
 
+def _has_no_torch_function(_: Any) -> bool:
+    return False
+
+
 def _check_padding(mask: Tensor, keys: int, samples: int) -> None:
     """As in PyTorch, whose message Dynamo cannot trace under a mode."""
     for axis, size in enumerate((samples, keys)):
@@ -413,5 +417,8 @@ INSIDE = {_WHOLE: _body}
 
 @constant_in_graphs
 def renew_names() -> None:
-    """Before a call of `INSIDE`: its names are what those of `torch.nn.functional` are now, which users replace."""
-    _names.update(_WHOLE.__globals__, has_torch_function=lambda _: False, _check_key_padding_mask=_check_padding)
+    """Before a call of `INSIDE`: its names are what those of `torch.nn.functional` are now, which users replace.
+
+    What has a name stays the same object: Dynamo's guards are on it.
+    """
+    _names.update(_WHOLE.__globals__, has_torch_function=_has_no_torch_function, _check_key_padding_mask=_check_padding)
