@@ -39,10 +39,10 @@ def rule_of(looked_at: set[str], func: Any, args: tuple[Any, ...], kwargs: Mappi
     `looked_at` has the names of functions without a rule whose saved bytes are known. The first call of another one
     with a large tensor gets `rules.OTHER`, under which all is saved as it is and counted.
     """
-    if passes(looked_at, func):
+    if passes(looked_at, func) or isinstance(func, _OPERATORS):
         return None
     tensors = [t for t in args if isinstance(t, Tensor)]
-    if isinstance(func, _OPERATORS) or not all(type(t) in PLAIN and not t.is_nested for t in tensors):
+    if not all(type(t) in PLAIN and not t.is_nested for t in tensors):
         return None
     if func in rules.BY_FUNCTION:
         return rules.of_call(func, args, kwargs)
@@ -74,11 +74,11 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     buffers.looked_at.add(name)
     if one.forms:
         buffers.record(f"{name} (saved)", ", ".join(sorted(one.forms)))
-    if one.nbytes() >= 2 * SMALL:
-        size = one.nbytes() / 2**20
+    nbytes = sum(one.full.values())
+    if nbytes >= 2 * SMALL:
         why = "no rounding rule for it" if rule is rules.OTHER else "its derivative needs full precision"
         if name not in buffers.full:
-            buffers.record_full(name, f"{size:.1f} MiB per call, {why}")
+            buffers.record_full(name, f"{nbytes / 2**20:.1f} MiB per call, {why}")
     elif one.forms:
         buffers.full.pop(name, None)  # without an operator of its own, but packed here
     return y
@@ -136,10 +136,6 @@ class _Call:
         elif use == rules.EXACT:
             self._count(t)
         return saved
-
-    def nbytes(self) -> int:
-        """Of all storages in `full`."""
-        return sum(self.full.values())
 
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()

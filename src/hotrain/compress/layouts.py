@@ -146,13 +146,14 @@ def _have_twins(origins: Origins, images: Sequence[Any]) -> bool:
 def _sum_in_rows(
     scope: Scope, run: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """The sum of tokens in PyTorch's memory layout, the first one's, of which the twin is noted; None without one."""
+    """The sum of tokens in PyTorch's memory layout, of which the twin is noted; None where no operand has one."""
     given = args[:2]
     if len(given) < 2 or not (isinstance(given[0], Tensor) and isinstance(given[1], Tensor)):
         return None
     first, other = given
     is_turned = turned(first)
-    if first.shape != other.shape or not (is_turned or turned(other)) or not (is_turned or first.is_contiguous()):
+    # PyTorch's result has the layout of the first one.
+    if first.shape != other.shape or not (is_turned or (first.is_contiguous() and turned(other))):
         return None
     twins = [scope.origins.twin(t) for t in given]
     if twins[0] is None and twins[1] is None:
