@@ -20,6 +20,7 @@ from hotrain.compress import compiled
 
 C, TOKENS, SAMPLES = 64, 33, 8  # writes to small tensors are not counted
 FORWARD = torch.ops.hotrain.norm_forward.default
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # no kernel runs on a CPU where it is not interpreted
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.case(self, (x * 1.5).transpose(0, 1))
+
+
+def _tokens(*shape: int) -> Tensor:
+    return torch.randn(shape or (TOKENS, SAMPLES, C), device=DEVICE, requires_grad=True)
 
 
 def _block(net: Net, t: Tensor) -> Tensor:
@@ -98,14 +103,14 @@ def test_results_and_gradients_are_the_model_s(name: str) -> None:
     """Results near to float32's rounding (a kernel sums in another order) and in exact's layout; gradients near."""
     net = Net(CASES[name])
     nn.init.normal_(net.first.bias)
-    exact, x = copy.deepcopy(net), torch.randn(TOKENS, SAMPLES, C, requires_grad=True)
+    exact, x = copy.deepcopy(net.to(DEVICE)), _tokens()
     hotrain.convert(net, "exact", memory="block", plan="memory")
 
     def gradients(run: Callable[..., Any], parameters: Iterator[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         found = run(x)
         found = [found] if isinstance(found, Tensor) else list(found)
         draw = torch.Generator().manual_seed(1)
-        given = [torch.randn(y.shape, generator=draw) for y in found]
+        given = [torch.randn(y.shape, generator=draw).to(DEVICE) for y in found]
         made = torch.autograd.grad(found, (x, *parameters), given, allow_unused=True)
         return found, [g for g in made if g is not None]
 
@@ -120,7 +125,7 @@ def test_results_and_gradients_are_the_model_s(name: str) -> None:
 
 def test_the_kernels_run_and_what_is_turned_is_copied_once() -> None:
     """Of a block that is inside of a model: one copy before the first norm, none for the sum behind it."""
-    net = Net(lambda net, t: _block(net, t).mean())
+    net = Net(lambda net, t: _block(net, t).mean()).to(DEVICE)
     hotrain.convert(net, "exact", memory="block", plan="memory")
     graphs: list[Any] = []
 
@@ -129,7 +134,7 @@ def test_the_kernels_run_and_what_is_turned_is_copied_once() -> None:
         return graph.forward
 
     step = torch.compile(net, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    step(torch.randn(TOKENS, SAMPLES, C, requires_grad=True))
+    step(_tokens())
     forward = graphs[0].graph
     norms = forward.find_nodes(op="call_function", target=FORWARD)
     assert len(norms) == 2
@@ -158,10 +163,10 @@ def test_a_hook_behind_a_reader_is_refused() -> None:
         y.register_hook(lambda g: 2 * g)
         return n + y
 
-    net = Net(late)
+    net = Net(late).to(DEVICE)
     hotrain.convert(net, "exact", memory="block", plan="memory")
     with pytest.raises(Exception, match="register the hook before"):
-        torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(TOKENS, SAMPLES, C, requires_grad=True))
+        torch.compile(net, backend="aot_eager", fullgraph=True)(_tokens())
 
 
 class _Attending(nn.Module):
@@ -189,7 +194,7 @@ def test_an_output_that_nothing_reads_is_not_packed(attends: bool) -> None:
             y = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
             return self.layer(self.behind(self.layer(y) + x)).mean()
 
-    net = _Attending() if attends else Reads()
+    net = (_Attending() if attends else Reads()).to(DEVICE)
     hotrain.convert(net, "exact", memory="block", plan="memory")
     graphs: list[Any] = []
 
@@ -198,8 +203,8 @@ def test_an_output_that_nothing_reads_is_not_packed(attends: bool) -> None:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=compiled.partition)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(net, backend=backend, fullgraph=True)(torch.randn(SAMPLES, TOKENS, C, requires_grad=True))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.compile(net, backend=backend, fullgraph=True)(_tokens(SAMPLES, TOKENS, C))
     (packs,) = graphs[0].find_nodes(op="call_function", target=torch.ops.hotrain.keep_heads.default)
     assert len(packs.args[0]) == (3 if attends else 4)
     norms = graphs[0].find_nodes(op="call_function", target=FORWARD)
