@@ -103,3 +103,20 @@ def test_what_a_formula_reaches_of_the_roof(name: str, share: float, monkeypatch
     monkeypatch.setattr(costs, "_measured", {})
     ours, exact = (64 * 32 * (4 + 1 + 4) + 64 * 2) / 4e12, 64 * 32 * 3 * 4 / 4e12
     assert costs.excess(node, Roofs(4e12, 7e14)) == pytest.approx(1e3 * (ours - exact / share), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "share"), [("", 0.85), ("relu", 0.85), ("silu", 0.56), ("hardswish", 0.56)])
+def test_what_an_image_norm_reaches_of_the_roof(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler computes a smooth function again in backward, for the product that reads it: with kernels and all
+    codes EfficientNet-B0 takes 0.98 of exact's time, of which 0.85 would make 1.11."""
+    graph, rows = Graph(), (2, 4, 4, 16)
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(rows).permute(0, 3, 1, 2)
+    vectors = [graph.placeholder(word) for word in ("mean", "r", "w", "b")]
+    for node in vectors:
+        node.meta["val"] = torch.empty(16)
+    norm = graph.call_function(torch.ops.hotrain.normalize.default, (x, *vectors, None, name))
+    norm.meta["val"] = (torch.empty(rows).permute(0, 3, 1, 2),)
+    monkeypatch.setattr(costs, "_measured", {})
+    ours, exact = (2 * 512 + 4 * 16) * 4 / 4e12, 2 * 512 * 4 / 4e12
+    assert costs.excess(norm, Roofs(4e12, 7e14)) == pytest.approx(1e3 * (ours - exact / share), rel=1e-9)

@@ -63,7 +63,8 @@ class Explicit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).view(*x.shape[:2], 2, 32).transpose(1, 2) for layer in self.inputs)
-        y = torch.softmax(q @ k.transpose(-2, -1) * 32**-0.5, -1) @ v
+        scores = (q @ k.transpose(-2, -1) * 32**-0.5).float()  # as autocast on a GPU has it
+        y = torch.softmax(scores, -1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -104,3 +105,48 @@ def test_what_a_product_copies_is_kept_as_it_reads_it(monkeypatch: pytest.Monkey
         torch.cat([t.flatten() for t in ts]) for ts in ([x.grad, *(p.grad for p in model.parameters())], wanted)
     )
     assert (got - want).norm() <= 0.02 * want.norm()
+
+
+def _joint(monkeypatch: pytest.MonkeyPatch, look: Callable[[torch.fx.Graph], None]) -> None:
+    """Let a test see the joint graph of compressed attention by products, under autocast."""
+
+    def chosen(gm: torch.fx.GraphModule) -> float:
+        look(gm.graph)
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return 0.0
+
+    monkeypatch.setattr(compiled, "SMALL", 100)
+    monkeypatch.setattr(compiled, "_choose", chosen)
+    model = Explicit()
+    hotrain.convert(model, "exact", memory="block")
+    backend = aot_autograd(
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
+        partition_fn=compiled.partition,
+        decompositions=select_decomp_table(),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(model, backend=backend)(torch.randn(16, 49, 64, requires_grad=True))
+
+
+def test_a_softmax_costs_its_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact, one tensor is left of its probabilities in float32 and in bfloat16; in Swin-T packing one takes as long as
+    copying 10 bytes, and so does unpacking it for a product."""
+    found: list[choosing.Candidate] = []
+    _joint(monkeypatch, lambda graph: found.extend(choosing._candidates(graph, Roofs(1e12, 7e14))[0]))
+    entries = 16 * 2 * 49 * 49
+    (softmax,) = (c for c in found if c.nbytes == (2 - 1) * entries)
+    assert softmax.ms == pytest.approx(1e3 * entries * (10 + 10 - 1) / 1e12)
+
+
+def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what they gain alone."""
+    left: list[float] = []
+
+    def look(graph: torch.fx.Graph) -> None:
+        for gained in (0.0, 2.0):
+            monkeypatch.setattr(choosing.padding, "gain", lambda *_, gained=gained: gained)
+            left.append(choosing.choose(graph, Roofs(4e12, 7e14), 0.0, spare_ms=1e3)[1])
+
+    _joint(monkeypatch, look)
+    assert left[1] - left[0] == pytest.approx(1.0)

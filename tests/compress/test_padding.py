@@ -329,6 +329,18 @@ def test_what_is_not_faster_stays(times: tuple[float, float] | None, monkeypatch
     assert not padded(step, *inputs, roofs=None)[1]
 
 
+@pytest.mark.parametrize(("times", "wanted"), [((1.0, 0.25), 1.5), ((0.25, 1.0), 0.0), (None, 0.0)])
+def test_what_a_step_gains(times: tuple[float, float] | None, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each product with such rows what it is faster; nothing of those that stay as they are."""
+    monkeypatch.setattr(padding, "_times", lambda operands: times)
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT, -1) @ k @ torch.ones(BATCH, WIDTH, WIDTH, dtype=q.dtype)
+
+    gm = make_fx(step, tracing_mode="fake")(draw(BATCH, TOKENS, WIDTH), draw(BATCH, TOKENS, WIDTH))
+    assert padding.gain(gm.graph, Roofs(1e30, 1e14)) == pytest.approx(wanted)
+
+
 class Attention(nn.Module):
     """Of windows, as Swin has it, with scores of heads that are mixed before and behind softmax, as CaiT's."""
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..planning import Roofs
-from . import costs, exact_attention, exact_norms, fusing, layer_codes
+from . import costs, exact_attention, exact_norms, fusing, layer_codes, padding
 from .formats import is_static
-from .nodes import bytes_of, called, is_move, is_ours, numel, part_of, readers_of, source_of
+from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, source_of
 from .rematerialize import ATTENTION, CUSTOM, OPERATOR, PACKED
 
 _aten = torch.ops.aten
@@ -57,7 +57,8 @@ _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic addi
 _OF_GROUPS = 8.0  # times that of reading x: with all codes ResNet-50 takes 0.87 so, a diffusion UNet 0.84
 _OF_ONE_GROUP = 4.0  # without it PoolFormer-S24 takes 0.91 of exact's time, with all codes 1.02
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
-_TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
+_TRUST = 0.5  # in what layers and padded products gain: alone on the device they gain more than in a step
+_BY_LOGARITHM = 10.0  # bytes of copies, in the time to pack or unpack an element of a softmax: Swin-T, on an H200
 _IN_A_STEP = 1.1  # of the time that packing and unpacking take alone: Swin-T and DeiT-S, on an H200
 
 
@@ -122,7 +123,8 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
         *(_beside(node, roofs) for node in unfused),
         -_behind(graph, roofs),
     ]
-    late = sum(spent) - _TRUST * gains - _interpolation(graph, roofs) - _sums_of_groups(graph, roofs) - spare_ms
+    faster = _TRUST * (gains + padding.gain(graph, roofs)) + _interpolation(graph, roofs)
+    late = sum(spent) - faster - _sums_of_groups(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     all_of.update(map(_norm_name, graph.find_nodes(op="call_function", target=_NORMALIZE)))
     kept: collections.Counter[str] = collections.Counter()
@@ -317,14 +319,19 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
     """Tensors that belong together, and all that is read in their place."""
     ms = nbytes = 0.0
     inside = {node for reading in group for node in (*reading.path, *reading.places)}
+    is_log = any(node.target is _aten.exp2.default for node in inside)
+    tensors: dict[Node, float] = {}
     for reading in group:
         kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
         ms += sum(costs.excess(node, roofs) for node in kernels)
         for place in () if kernels else reading.places:
             # Read from memory by what is no formula that a compiler fuses, it is written there first.
             written = any(user.target in _PRODUCTS for user in _readers(place))
-            ms += 1e3 * numel(place) * (1 + (2 if written else -2)) / roofs.copy
-        nbytes += bytes_of(reading.tensor)
+            unpacked = _BY_LOGARITHM if is_log else 1 + 2
+            ms += 1e3 * numel(place) * (unpacked if written else 1 - 2) / roofs.copy
+        source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
+        tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
+    nbytes += sum(tensors.values())
     for keeper in {keeper: None for reading in group for keeper in reading.keepers}:
         by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
         parts = list(keeper.users) if by_kernel else [keeper]
@@ -334,7 +341,7 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
             ms += costs.excess(keeper, roofs)
             nbytes -= sum(map(numel, parts[:1]))
         else:
-            ms += 1e3 * 4 * numel(keeper) / roofs.copy
+            ms += 1e3 * (_BY_LOGARITHM if is_log else 4) * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
     what = min(map(_what, group), key=lambda name: name == _FORMULA)
     return Candidate(what, ms, nbytes, functools.partial(_put_back, group))

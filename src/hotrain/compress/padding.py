@@ -76,6 +76,12 @@ def pad(graph: Graph, roofs_of: Callable[[], Roofs | None]) -> bool:
     return changed
 
 
+def gain(graph: Graph, roofs: Roofs) -> float:
+    """ms that a step is faster by what `pad` does to its halves, of which ``graph`` is the joint one."""
+    known, products = _Padded(graph), map(_Product, graph.find_nodes(op="call_function", target=_aten.bmm.default))
+    return sum(max(one.gain(roofs, known), 0.0) for one in products if one.sizes)
+
+
 class _Product:
     """A call of bmm, and what is padded of it: of (M, K) by (K, N) each size along which rows are contiguous."""
 
