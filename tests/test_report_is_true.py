@@ -201,6 +201,23 @@ def test_a_frozen_layer_without_a_gradient_says_so() -> None:
     assert "none: the weight is frozen" in str(last)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_layer_that_is_frozen_after_a_step_says_so(compiles: bool) -> None:
+    """Its record of the step before is not that of the last; trained again, it has one. Evaluation is no step."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).train()
+    report = hotrain.convert(net, "hq8")
+    run = torch.compile(net, backend="aot_eager") if compiles else net
+    rows = []
+    for trained in (True, False, True):
+        net[0].requires_grad_(trained)
+        run(torch.randn(8, 16, 64)).sum().backward()
+        with torch.no_grad():
+            run(torch.randn(8, 16, 64))
+        rows.append(str(report.converted[0]))
+    assert rows[0] == rows[2] != rows[1] == "hq8  no gradient was asked of it"
+    assert "8.01 KiB" in rows[0]
+
+
 # ---- the bytes of the whole model ----
 
 

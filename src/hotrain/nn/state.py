@@ -108,6 +108,11 @@ class LayerState:
             self.running = numbers_chosen(self.method, kernels is not None and kernels.has_fp8(device))
 
     @constant_in_graphs
+    def keep_nothing(self) -> None:
+        """Record that this forward, of a frozen layer, keeps nothing: no gradient is asked of it."""
+        self.draws.ran = Ran()
+
+    @constant_in_graphs
     def stay_exact(self, why: str) -> None:
         """Record why this forward is PyTorch's own."""
         self.fallback = why
@@ -122,6 +127,8 @@ class LayerState:
         needs_x, trained = x.requires_grad, w.requires_grad
         if not (differentiated and (needs_x or trained)):
             _check(self, x, w, place)
+            if differentiated:
+                self.keep_nothing()
             # Also where no gradient is asked for: a checkpoint's first forward may run under no_grad, and its second
             # one repeats its draws.
             if x.device.type == "cuda":
@@ -319,7 +326,10 @@ def _traced(state: LayerState, module: Any, x: Tensor, place: Place | None) -> T
     """
     w = module.weight
     _check(state, x, w, place)
-    if not (differentiates() and (x.requires_grad or w.requires_grad)):
+    if not differentiates():
+        return None
+    if not (x.requires_grad or w.requires_grad):
+        state.keep_nothing()
         return None
     samples = False
     if w.requires_grad and _is_of_samples(x, place):  # a branch, which specializes a symbolic bool
