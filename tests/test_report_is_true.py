@@ -261,6 +261,23 @@ def test_a_graph_of_another_batch_is_not_added() -> None:
     assert totals[0] == fast.report.buffers.graphs[0]
 
 
+def test_what_torch_compile_keeps_is_told_without_exact_s() -> None:
+    """Its first call is nobody's to see. Of one graph that the pass has cut the bytes are known, of others nothing."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(512, 64)
+    torch._dynamo.reset()
+    report = hotrain.convert(model)
+    assert "kept for backward" not in str(report)
+    fast = torch.compile(model, backend="aot_eager")
+    fast(x).sum().backward()
+    assert "kept for backward: not known of the graphs of torch.compile; hotrain.compile(model) in" in str(report)
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=_nothing, bw_compiler=_nothing, partition_fn=partition)
+    fast = torch.compile(model, backend=backend)
+    fast(x).sum().backward()
+    kept = hotrain.saved_bytes(fast, x).total
+    assert f"kept for backward: {kept / 1024:.2f} KiB, by the graph of torch.compile; hotrain.compile(mo" in str(report)
+
+
 class Yields(nn.Module):
     """A forward that is a generator."""
 

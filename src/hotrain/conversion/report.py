@@ -219,6 +219,17 @@ class ConversionReport:
         first = None if example is None else next(tensors((example.args, example.kwargs)), None)
         return "" if first is None else f" of the first batch ({'×'.join(map(str, first.shape))})"
 
+    def _by_torch_compile(self) -> str:
+        """What graphs keep whose first call `hotrain.compile` has not seen, or nothing where there are none."""
+        buffers = self.buffers
+        if buffers is None or not (buffers.graphs or buffers.uncut):
+            return ""
+        if len(buffers.graphs) == 1 and not buffers.uncut:
+            known = f"{bytes_text(buffers.graphs[0])}, by the graph of torch.compile"
+        else:
+            known = "not known of the graphs of torch.compile"
+        return f"{known}; hotrain.compile(model) in its place compares it with exact's"
+
     def _predict(self, model: nn.Module, example: Example) -> None:
         from ..audit.predicted import before_and_now
 
@@ -267,8 +278,8 @@ class ConversionReport:
             exact = bytes_text(totals[1])
             head += f"\n  kept for backward{self._first_batch()}: not seen; exact keeps {exact}, and "
             head += "hotrain.saved_bytes(compiled, batch) measures what the compiled model keeps"
-        elif self._unknown:
-            head += f"\n  kept for backward: {self._unknown}"
+        elif unknown := self._unknown or self._by_torch_compile():
+            head += f"\n  kept for backward: {unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):
             head += f"\n  {_PLANNED}"
         if self.grid is not None and (wrong := self._misfit(self.grid)):
