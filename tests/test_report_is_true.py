@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.utils import fresh_inductor_cache
 from zoo import SWIN, Entry, call, timm_model
 
 import hotrain
+from hotrain.audit.saved_bytes import kept_by_graphs
 from hotrain.compress.compiled import partition
 
 
@@ -276,6 +278,38 @@ def test_what_torch_compile_keeps_is_told_without_exact_s() -> None:
     fast(x).sum().backward()
     kept = hotrain.saved_bytes(fast, x).total
     assert f"kept for backward: {kept / 1024:.2f} KiB, by the graph of torch.compile; hotrain.compile(mo" in str(report)
+
+
+def _small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
+
+
+def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
+    """A script that runs again compiles nothing, and its report has the same total."""
+    x, found = torch.randn(512, 64), []
+    with fresh_inductor_cache(), torch._functorch.config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            torch._dynamo.reset()
+            fast = hotrain.compile(_small())
+            for batch in (x, x, x[:384]):  # a second graph is not of the first step
+                fast(batch).sum().backward()
+            found.append((fast.report.buffers.uncut, fast.report.totals()))
+    (was_cut, *total), (is_uncut, *other) = found
+    assert not was_cut
+    assert is_uncut, "nothing was cached, so that this tests nothing"
+    assert total == other
+    assert total[0][0] == hotrain.saved_bytes(fast, x).total
+
+
+def test_what_runs_behind_graphs_is_not_known() -> None:
+    x = torch.randn(512, 64)
+    torch._dynamo.reset()
+    whole = torch.compile(_small(), backend="aot_eager")
+    before = nn.Sequential(whole, nn.Sigmoid())
+    assert kept_by_graphs(before, before(x)) is None
+    assert kept_by_graphs(whole, whole(x)) == hotrain.saved_bytes(whole, x).total
+    assert kept_by_graphs(whole, x) is None, "nothing is kept behind what has no gradient"
 
 
 class Yields(nn.Module):

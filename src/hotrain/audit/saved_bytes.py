@@ -119,6 +119,23 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
     return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
 
 
+def kept_by_graphs(model: nn.Module, output: Any) -> int | None:
+    """Bytes that compiled graphs keep behind a model's output, read off their nodes, as `SavedBytes.total` counts them.
+
+    None where other operators are there, between graphs, of which nothing is known without hooks.
+    """
+    counted, total = _storages_of_model(model), 0
+    for node in _nodes([t.grad_fn for t in tensors(output) if t.grad_fn is not None]):
+        saved = getattr(node, "saved_tensors", None)
+        if saved is None and not hasattr(node, "variable"):  # nor one that accumulates a parameter's gradient
+            return None
+        for key, size in [pair for t in saved or () if t is not None for pair in _storages(t)]:
+            if key not in counted:
+                counted.add(key)
+                total += size
+    return total or None
+
+
 def check_shapes(function: str, model: nn.Module) -> None:
     """Raise ValueError for a model with a lazy module that has not run: running it here would change the model."""
     for name, t in (*model.named_parameters(), *model.named_buffers()):
@@ -221,17 +238,19 @@ def _module_stack(model: nn.Module, seen: _Seen) -> Iterator[None]:
 
 def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
     """Sequence number → operator, for every node that a backward from `roots` would run."""
-    names: dict[int, str] = {}
-    visited: set[Node] = set()
+    return {node_number(node): operator_name(node) for node in _nodes(roots)}
+
+
+def _nodes(roots: list[Node]) -> set[Node]:
+    """All that a backward from `roots` would run."""
+    found: set[Node] = set()
     todo = list(roots)
     while todo:
         node = todo.pop()
-        if node in visited:
-            continue
-        visited.add(node)
-        names[node_number(node)] = operator_name(node)
-        todo.extend(following for following, _ in node.next_functions if following is not None)
-    return names
+        if node not in found:
+            found.add(node)
+            todo.extend(following for following, _ in node.next_functions if following is not None)
+    return found
 
 
 def operator_name(node: Node) -> str:

@@ -19,7 +19,7 @@ from .sharing import Origins
 
 _numbers = itertools.count()
 EAGER = 'the host limits the speed of the GPU: use torch.compile, with CUDA graphs (mode="reduce-overhead") if possible'
-UNCUT = "compiled: from Inductor's cache or by another backend, so that what the graph keeps is unknown"
+UNCUT = "compiled: from a compiler's cache or by another backend, so that which operator keeps what is unknown"
 ATTRIBUTE = "_hotrain_buffers"  # of a module: its `Buffers`
 
 
@@ -99,6 +99,7 @@ class Buffers:
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
         of_first: how many of them the first step compiled, where that is known.
+        alive: bytes that graphs of a compiler's cache keep, read off the first step where that can be.
         example: the first call.
         root: a weak reference to the model; a copy's records have the copy.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
@@ -121,6 +122,7 @@ class Buffers:
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
     of_first: int | None = field(default=None, repr=False, compare=False)
+    alive: int | None = field(default=None, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
@@ -132,9 +134,12 @@ class Buffers:
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     reverted: bool = field(default=False, repr=False, compare=False)
 
-    def see_from(self, fast: Any, model: Any) -> None:
-        """Record the first call of a compiled model by a hook on `fast`, whose forward runs no Python of hotrain, and
-        at the second one which graphs are of the first: further ones may be the same, of other shapes."""
+    def see_from(self, fast: Any, model: Any, kept: Callable[[Any, Any], int | None]) -> None:
+        """Record the first call of a compiled model by hooks on `fast`, whose forward runs no Python of hotrain, and
+        at the second one which graphs are of the first: further ones may be the same, of other shapes.
+
+        ``kept`` reads bytes off a model's output: of graphs that no pass has seen.
+        """
         calls = itertools.count(1)
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,7 +151,13 @@ class Buffers:
                 self.of_first = len(self.graphs)
                 handle.remove()
 
+        def behind(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            if model.training and torch.is_grad_enabled():
+                after.remove()
+                self.alive = kept(model, output) if self.uncut else None
+
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
+        after = fast.register_forward_hook(behind)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"passing": set(), "example": None, "root": None}

@@ -188,9 +188,10 @@ class ConversionReport:
 
         Returns:
             (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
-            compiled graphs *now* is measured on the graphs, None where a compiler's cache hid it. None instead of the
-            pair before a training forward, and for a model that `predicted_bytes` refuses, that is gone before its
-            report was asked once, or whose inputs were not recorded (``memory="linear"``).
+            compiled graphs *now* is measured on the graphs, or where these come from a compiler's cache, read off the
+            first step: None where that runs other operators between them. None instead of the pair before a training
+            forward, and for a model that `predicted_bytes` refuses, that is gone before its report was asked once, or
+            whose inputs were not recorded (``memory="linear"``).
         """
         if self.buffers is None:
             return None
@@ -209,7 +210,7 @@ class ConversionReport:
             return None
         exact, now = self._totals
         if self.buffers.uncut:
-            return None, exact
+            return self.buffers.alive, exact
         graphs = self.buffers.graphs[: self.buffers.of_first]
         return (sum(graphs) if graphs else now), exact
 
