@@ -302,14 +302,18 @@ def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
     assert total[0][0] == hotrain.saved_bytes(fast, x).total
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
 def test_what_runs_behind_graphs_is_not_known() -> None:
     x = torch.randn(512, 64)
     torch._dynamo.reset()
     whole = torch.compile(_small(), backend="aot_eager")
     before = nn.Sequential(whole, nn.Sigmoid())
-    assert kept_by_graphs(before, before(x)) is None
-    assert kept_by_graphs(whole, whole(x)) == hotrain.saved_bytes(whole, x).total
-    assert kept_by_graphs(whole, x) is None, "nothing is kept behind what has no gradient"
+    assert kept_by_graphs(before, x, before(x)) is None
+    kept, given = hotrain.saved_bytes(whole, x).total, whole(x)
+    assert kept_by_graphs(whole, x, given) == kept
+    other = torch.compile(_small(), backend="aot_eager")
+    assert kept_by_graphs(other, {"input": given}, other(given)) == kept, "what made its input is not the model's"
+    assert kept_by_graphs(whole, (), x) is None, "nothing is kept behind what has no gradient"
 
 
 class Yields(nn.Module):

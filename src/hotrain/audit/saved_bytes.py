@@ -119,13 +119,15 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
     return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
 
 
-def kept_by_graphs(model: nn.Module, output: Any) -> int | None:
-    """Bytes that compiled graphs keep behind a model's output, read off their nodes, as `SavedBytes.total` counts them.
+def kept_by_graphs(model: nn.Module, inputs: Any, output: Any) -> int | None:
+    """Bytes that compiled graphs keep from a model's inputs to its output, as `SavedBytes.total` counts them.
 
-    None where other operators are there, between graphs, of which nothing is known without hooks.
+    They are read off the nodes: None where other operators are there, between graphs, of which nothing is known
+    without hooks.
     """
     counted, total = _storages_of_model(model), 0
-    for node in _nodes([t.grad_fn for t in tensors(output) if t.grad_fn is not None]):
+    roots, ends = ([t.grad_fn for t in tensors(tree) if t.grad_fn is not None] for tree in (output, inputs))
+    for node in _nodes(roots, ends):
         saved = getattr(node, "saved_tensors", None)
         if saved is None and not hasattr(node, "variable"):  # nor one that accumulates a parameter's gradient
             return None
@@ -241,13 +243,12 @@ def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
     return {node_number(node): operator_name(node) for node in _nodes(roots)}
 
 
-def _nodes(roots: list[Node]) -> set[Node]:
-    """All that a backward from `roots` would run."""
-    found: set[Node] = set()
-    todo = list(roots)
+def _nodes(roots: Iterable[Node], ends: Iterable[Node] = ()) -> set[Node]:
+    """All that a backward from `roots` would run before it reaches `ends`."""
+    found, before, todo = set[Node](), set(ends), list(roots)
     while todo:
         node = todo.pop()
-        if node not in found:
+        if node not in found and node not in before:
             found.add(node)
             todo.extend(following for following, _ in node.next_functions if following is not None)
     return found

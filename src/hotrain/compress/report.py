@@ -134,11 +134,11 @@ class Buffers:
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     reverted: bool = field(default=False, repr=False, compare=False)
 
-    def see_from(self, fast: Any, model: Any, kept: Callable[[Any, Any], int | None]) -> None:
+    def see_from(self, fast: Any, model: Any, kept: Callable[[Any, Any, Any], int | None]) -> None:
         """Record the first call of a compiled model by hooks on `fast`, whose forward runs no Python of hotrain, and
         at the second one which graphs are of the first: further ones may be the same, of other shapes.
 
-        ``kept`` reads bytes off a model's output: of graphs that no pass has seen.
+        ``kept`` reads bytes off a model's inputs and output: of graphs that no pass has seen.
         """
         calls = itertools.count(1)
 
@@ -151,13 +151,13 @@ class Buffers:
                 self.of_first = len(self.graphs)
                 handle.remove()
 
-        def behind(_: Any, args: tuple[Any, ...], output: Any) -> None:
+        def behind(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if model.training and torch.is_grad_enabled():
                 after.remove()
-                self.alive = kept(model, output) if self.uncut else None
+                self.alive = kept(model, (args, kwargs), output) if self.uncut else None
 
         handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
-        after = fast.register_forward_hook(behind)
+        after = fast.register_forward_hook(behind, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"passing": set(), "example": None, "root": None}
