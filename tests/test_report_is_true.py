@@ -302,6 +302,19 @@ def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
     assert total[0][0] == hotrain.saved_bytes(fast, x).total
 
 
+def test_nothing_is_unpacked_to_be_counted() -> None:
+    """In a checkpoint that would be another forward, with other draws in the backward that follows."""
+    unpacked: list[Tensor] = []
+    torch._dynamo.reset()
+    fast, x = torch.compile(_small(), backend="aot_eager"), torch.randn(512, 64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+        y = fast(x)
+        assert kept_by_graphs(fast, x, y) is None
+    assert not unpacked
+    y.sum().backward()
+    assert unpacked, "no hook was asked, so that this tests nothing"
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
 def test_what_runs_behind_graphs_is_not_known() -> None:
     x = torch.randn(512, 64)

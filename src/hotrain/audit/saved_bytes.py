@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 from ..compress.report import tensors
 from ..functional import check_model
 from ..nn.state import layer_states
-from ..private import compiled_part, node_number
+from ..private import compiled_part, node_number, saved_tensor_hooks
 from ..tables import bytes_text, table
 from .unchanged import as_found
 
@@ -123,8 +123,11 @@ def kept_by_graphs(model: nn.Module, inputs: Any, output: Any) -> int | None:
     """Bytes that compiled graphs keep from a model's inputs to its output, as `SavedBytes.total` counts them.
 
     They are read off the nodes: None where other operators are there, between graphs, of which nothing is known
-    without hooks.
+    without hooks; and within saved-tensor hooks, as reading would unpack: a checkpoint would run forward again, and
+    change what is drawn next.
     """
+    if saved_tensor_hooks.innermost()[0] is not None:
+        return None
     counted, total = _storages_of_model(model), 0
     roots, ends = ([t.grad_fn for t in tensors(tree) if t.grad_fn is not None] for tree in (output, inputs))
     for node in _nodes(roots, ends):
