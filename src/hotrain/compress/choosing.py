@@ -320,6 +320,7 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
     ms = nbytes = 0.0
     inside = {node for reading in group for node in (*reading.path, *reading.places)}
     is_log = any(node.target is _aten.exp2.default for node in inside)
+    packed, unpacked = (_BY_LOGARITHM, _BY_LOGARITHM) if is_log else (4, 1 + 2)  # bytes of copies an element
     tensors: dict[Node, float] = {}
     for reading in group:
         kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
@@ -327,7 +328,6 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
         for place in () if kernels else reading.places:
             # Read from memory by what is no formula that a compiler fuses, it is written there first.
             written = any(user.target in _PRODUCTS for user in _readers(place))
-            unpacked = _BY_LOGARITHM if is_log else 1 + 2
             ms += 1e3 * numel(place) * (unpacked if written else 1 - 2) / roofs.copy
         source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
@@ -341,7 +341,7 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
             ms += costs.excess(keeper, roofs)
             nbytes -= sum(map(numel, parts[:1]))
         else:
-            ms += 1e3 * (_BY_LOGARITHM if is_log else 4) * numel(keeper) / roofs.copy
+            ms += 1e3 * packed * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
     what = min(map(_what, group), key=lambda name: name == _FORMULA)
     return Candidate(what, ms, nbytes, functools.partial(_put_back, group))
