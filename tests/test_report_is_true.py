@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -16,7 +18,8 @@ from torch._inductor.utils import fresh_inductor_cache
 from zoo import SWIN, Entry, call, timm_model
 
 import hotrain
-from hotrain.audit.saved_bytes import kept_by_graphs
+import hotrain.compiling
+from hotrain.audit.saved_bytes import kept_by_nodes
 from hotrain.compress.compiled import partition
 
 
@@ -302,31 +305,104 @@ def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
     assert total[0][0] == hotrain.saved_bytes(fast, x).total
 
 
-def test_nothing_is_unpacked_to_be_counted() -> None:
-    """In a checkpoint that would be another forward, with other draws in the backward that follows."""
-    unpacked: list[Tensor] = []
-    torch._dynamo.reset()
-    fast, x = torch.compile(_small(), backend="aot_eager"), torch.randn(512, 64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
-        y = fast(x)
-        assert kept_by_graphs(fast, x, y) is None
-    assert not unpacked
+class _Checkpointed(nn.Module):
+    """A dropout that is computed again in the backward pass, and how often forward has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(64, 64), 0
+
+    def block(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return F.dropout(self.linear(x).sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).sigmoid()
+
+
+def test_nothing_is_computed_again_to_be_counted() -> None:
+    """In a checkpoint that would be another forward."""
+    model, x = _Checkpointed(), torch.randn(512, 64)
+    y = model(x)
+    assert kept_by_nodes(model, x, y) is None
+    assert model.runs == 1
     y.sum().backward()
-    assert unpacked, "no hook was asked, so that this tests nothing"
+    assert model.runs == 2, "nothing was computed again, so that this tests nothing"
+
+
+def test_what_hooks_have_put_elsewhere_is_not_counted() -> None:
+    unpacked: list[Tensor] = []
+    model, x = _small(), torch.randn(512, 64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+        y = model(x)
+        assert kept_by_nodes(model, x, y) is None, "hooks around the model are asked nothing"
+    assert not unpacked
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        y = model(x)
+    assert kept_by_nodes(model, x, y) is None, "each time another tensor: not what is kept"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
-def test_what_runs_behind_graphs_is_not_known() -> None:
+def test_all_from_inputs_to_results_is_counted() -> None:
+    """Operators before and behind graphs, views among the results, convolutions; not what made the inputs."""
     x = torch.randn(512, 64)
     torch._dynamo.reset()
     whole = torch.compile(_small(), backend="aot_eager")
-    before = nn.Sequential(whole, nn.Sigmoid())
-    assert kept_by_graphs(before, x, before(x)) is None
+    between = nn.Sequential(nn.Tanh(), whole, nn.Sigmoid(), nn.Unflatten(1, (8, 8)), nn.Conv1d(8, 8, 3))
+    assert kept_by_nodes(between, x, between(x)) == hotrain.saved_bytes(between, x).total
     kept, given = hotrain.saved_bytes(whole, x).total, whole(x)
-    assert kept_by_graphs(whole, x, given) == kept
+    assert kept_by_nodes(whole, x, (given, given[:, 0])) == kept
     other = torch.compile(_small(), backend="aot_eager")
-    assert kept_by_graphs(other, {"input": given}, other(given)) == kept, "what made its input is not the model's"
-    assert kept_by_graphs(whole, (), x) is None, "nothing is kept behind what has no gradient"
+    assert kept_by_nodes(other, {"input": given}, other(given)) == kept, "what made its input is not the model's"
+    assert kept_by_nodes(whole, (), x) == 0, "nothing is kept behind what has no gradient"
+    changed = given.exp()
+    result = changed.sigmoid() + changed.mul_(2)
+    assert kept_by_nodes(whole, (), result) is None, "its backward raises: a tensor that it needs was changed"
+
+
+class _InTwo(nn.Module):
+    """A model that is compiled in two parts."""
+
+    def __init__(self, other: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = _small(), nn.Sequential(nn.Linear(64, 64), nn.SiLU()) if other else _small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(h)
+
+
+def test_the_total_is_of_the_first_step_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all its parts: also where an earlier call has raised, and where Dynamo has graphs of another model."""
+    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
+    torch._dynamo.reset()
+    x = torch.randn(512, 64)
+    for model in (_small(), _small(), _InTwo(), _InTwo(other=True)):
+        fast = hotrain.compile(model)
+        with pytest.raises((RuntimeError, ValueError)):
+            fast(torch.randn(7, 63))
+        for batch in (x, x, x[:384]):
+            fast(batch).sum().backward()
+        totals = fast.report.totals()
+        assert totals is not None
+        assert totals[0] == hotrain.saved_bytes(fast, x).total
+        assert "of the first batch (512×64)" in str(fast.report)
+    torch._dynamo.reset()  # code that has raised is not compiled any more
+    for _ in range(2):
+        fast = hotrain.compile(_small())
+        fast(x).sum().backward()
+        assert "so that which operator keeps what is unknown" in str(fast.report)
+
+
+def test_a_report_that_was_sent_elsewhere_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
+    torch._dynamo.reset()
+    fast, x = hotrain.compile(_small()), torch.randn(512, 64)
+    fast(x).sum().backward()
+    kept = hotrain.saved_bytes(fast, x).total
+    there = pickle.loads(pickle.dumps(fast.report))
+    assert f"kept for backward: {kept / 1024:.2f} KiB; exact's is not known, the model is gone" in str(there)
 
 
 class Yields(nn.Module):

@@ -61,9 +61,9 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if report.buffers is not None:
-        from .audit.saved_bytes import kept_by_graphs
+        from .audit.saved_bytes import kept_by_nodes
 
-        report.buffers.see_from(fast, model, kept_by_graphs)
+        report.buffers.see_from(fast, model, kept_by_nodes)
     if check and on_gpu and not distributed:
         Check(fast, model, report)
     return fast

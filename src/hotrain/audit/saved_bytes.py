@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node, disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ..compress.report import tensors
 from ..functional import check_model
 from ..nn.state import layer_states
-from ..private import compiled_part, node_number, saved_tensor_hooks
+from ..private import compiled_part, node_number, saved_tensors
 from ..tables import bytes_text, table
 from .unchanged import as_found
 
@@ -119,26 +119,27 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
     return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
 
 
-def kept_by_graphs(model: nn.Module, inputs: Any, output: Any) -> int | None:
-    """Bytes that compiled graphs keep from a model's inputs to its output, as `SavedBytes.total` counts them.
+def kept_by_nodes(model: nn.Module, inputs: Any, output: Any) -> int | None:
+    """Bytes that a forward that has run keeps from a model's inputs to its output, as `SavedBytes.total` counts them.
 
-    They are read off the nodes: None where other operators are there, between graphs, of which nothing is known
-    without hooks; and within saved-tensor hooks, as reading would unpack: a checkpoint would run forward again, and
-    change what is drawn next.
+    They are read off the nodes of its graph: None within saved-tensor hooks, where something between has its own (a
+    checkpoint), and for nodes that do not tell what they save. No hook makes a tensor anew for it: in a checkpoint that
+    would be another forward, with other draws behind it.
     """
-    if saved_tensor_hooks.innermost()[0] is not None:
+    if saved_tensors.innermost()[0] is not None:
         return None
-    counted, total = _storages_of_model(model), 0
     roots, ends = ([t.grad_fn for t in tensors(tree) if t.grad_fn is not None] for tree in (output, inputs))
-    for node in _nodes(roots, ends):
-        saved = getattr(node, "saved_tensors", None)
-        if saved is None and not hasattr(node, "variable"):  # nor one that accumulates a parameter's gradient
-            return None
-        for key, size in [pair for t in saved or () if t is not None for pair in _storages(t)]:
-            if key not in counted:
-                counted.add(key)
-                total += size
-    return total or None
+    nodes = _nodes(roots, ends)
+    try:
+        with disable_saved_tensors_hooks("hotrain: saved tensors are counted, not computed again"):
+            once, again = ([saved_tensors.of_node(node) for node in nodes] for _ in range(2))
+            found, same = (dict(pair for t in tensors(each) for pair in _storages(t)) for each in (once, again))
+    except RuntimeError:  # the message above, or a tensor that was changed in place
+        return None
+    if None in once or found.keys() != same.keys():  # hooks that make new tensors
+        return None
+    of_model = _storages_of_model(model)
+    return sum(size for key, size in found.items() if key not in of_model)
 
 
 def check_shapes(function: str, model: nn.Module) -> None:

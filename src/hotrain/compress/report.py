@@ -98,8 +98,8 @@ class Buffers:
         waits: whether the model ran in eager mode on a GPU.
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
-        of_first: how many of them the first step compiled, where that is known.
-        alive: bytes that graphs of a compiler's cache keep, read off the first step where that can be.
+        seen: whether the first step of a model that `hotrain.compile` compiled has run.
+        kept: bytes that it keeps, where that is known.
         example: the first call.
         root: a weak reference to the model; a copy's records have the copy.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
@@ -121,8 +121,8 @@ class Buffers:
     waits: bool = field(default=False, repr=False, compare=False)
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
     graphs: list[int] = field(default_factory=list, repr=False, compare=False)
-    of_first: int | None = field(default=None, repr=False, compare=False)
-    alive: int | None = field(default=None, repr=False, compare=False)
+    seen: bool = field(default=False, repr=False, compare=False)
+    kept: int | None = field(default=None, repr=False, compare=False)
     example: Example | None = field(default=None, repr=False, compare=False)
     root: Any = field(default=None, repr=False, compare=False)
     entered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
@@ -136,28 +136,30 @@ class Buffers:
 
     def see_from(self, fast: Any, model: Any, kept: Callable[[Any, Any, Any], int | None]) -> None:
         """Record the first call of a compiled model by hooks on `fast`, whose forward runs no Python of hotrain, and
-        at the second one which graphs are of the first: further ones may be the same, of other shapes.
-
-        ``kept`` reads bytes off a model's inputs and output: of graphs that no pass has seen.
+        what it keeps: by ``kept`` of the model, inputs and output, or by the graphs that were compiled in it.
         """
-        calls = itertools.count(1)
+        before = 0
 
         def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not (model.training and torch.is_grad_enabled()):
-                return
-            if next(calls) == 1:
-                self.see(model, args, kwargs)
-            else:
-                self.of_first = len(self.graphs)
-                handle.remove()
+            nonlocal before
+            if model.training and torch.is_grad_enabled():
+                self.example = Example.of(model, args, kwargs)  # again, if the call before has raised
+                self.uncut, before = False, len(self.graphs)
 
         def behind(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if model.training and torch.is_grad_enabled():
-                after.remove()
-                self.alive = kept(model, (args, kwargs), output) if self.uncut else None
+                for handle in handles:
+                    handle.remove()
+                self.seen = True
+                self.uncut |= not (self.graphs or self.formats or self.full)  # Dynamo took the graphs of another model
+                self.kept = kept(model, (args, kwargs), output)
+                if self.kept is None and len(self.graphs) > before and not self.uncut:
+                    self.kept = sum(self.graphs[before:])
 
-        handle = fast.register_forward_pre_hook(hook, with_kwargs=True)
-        after = fast.register_forward_hook(behind, with_kwargs=True)
+        handles = (
+            fast.register_forward_pre_hook(hook, with_kwargs=True),
+            fast.register_forward_hook(behind, with_kwargs=True),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"passing": set(), "example": None, "root": None}

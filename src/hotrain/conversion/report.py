@@ -188,31 +188,29 @@ class ConversionReport:
 
         Returns:
             (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
-            compiled graphs *now* is measured on the graphs, or where these come from a compiler's cache, read off the
-            first step: None where that runs other operators between them. None instead of the pair before a training
-            forward, and for a model that `predicted_bytes` refuses, that is gone before its report was asked once, or
-            whose inputs were not recorded (``memory="linear"``).
+            a model that `hotrain.compile` compiled, *now* is measured: read off the first step, or where that is
+            unpacked by hooks (a checkpoint), off the graphs compiled in it, None if those come from a cache. None
+            instead of the pair before a training forward, and for a model that `predicted_bytes` refuses, that is gone
+            before its report was asked once, or whose inputs were not recorded (``memory="linear"``).
         """
         if self.buffers is None:
             return None
         example = self.buffers.example
         model = None if example is None else example.model()
-        # Compiled graphs are counted once; what a model saves in training stays known in evaluation mode.
-        stays = bool(self.buffers.graphs) or model is None or not model.training
+        # What is compiled is counted once; what a model saves in training stays known in evaluation mode.
+        stays = self.buffers.seen or model is None or not model.training
         if self._totals is None or not stays:
-            if example is None:
+            if example is None and not self.buffers.seen:
                 return None
-            if model is None:
-                self._unknown = "not known, the model is gone; print the report while there is the model"
+            if model is None or example is None:
+                kept = "" if self.buffers.kept is None else f"{bytes_text(self.buffers.kept)}; exact's is "
+                self._unknown = f"{kept}not known, the model is gone; print the report while there is the model"
                 return None
             self._predict(model, example)
         if self._totals is None:
             return None
         exact, now = self._totals
-        if self.buffers.uncut:
-            return self.buffers.alive, exact
-        graphs = self.buffers.graphs[: self.buffers.of_first]
-        return (sum(graphs) if graphs else now), exact
+        return (self.buffers.kept if self.buffers.seen else now), exact
 
     def _first_batch(self) -> str:
         """The shape of the first tensor of the first call, which the totals are of."""
