@@ -78,7 +78,7 @@ def test_the_search_finds_what_is_there() -> None:
 
 def public() -> list[str]:
     named = [name for name, kind in vars(private).items() if getattr(kind, "__module__", "") == private.__name__]
-    others = "warn_of_missing", "falls_back", "Inductor", "Fakes", "FunctionModes", "SavedTensors"
+    others = "warn_of_missing", "falls_back", "Inductor", "Fakes", "FunctionModes", "SavedTensorHooks"
     functions = [n for n in named if n[0] != "_" and n not in others]
     return [*dict.fromkeys([*functions, *assigned()])]
 

@@ -19,7 +19,8 @@ from zoo import SWIN, Entry, call, timm_model
 
 import hotrain
 import hotrain.compiling
-from hotrain.audit.saved_bytes import kept_by_nodes
+from hotrain import private
+from hotrain.audit.saved_bytes import counting
 from hotrain.compress.compiled import partition
 
 
@@ -305,59 +306,97 @@ def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
     assert total[0][0] == hotrain.saved_bytes(fast, x).total
 
 
-class _Checkpointed(nn.Module):
-    """A dropout that is computed again in the backward pass, and how often forward has run."""
+class _Unusual(nn.Module):
+    """A forward that computes a part again in the backward pass, has saved tensors elsewhere, which are there once,
+    writes to its input, and keeps a loss beside its result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.runs = nn.Linear(64, 64), 0
+        self.linear, self.runs, self.elsewhere = nn.Linear(64, 64), 0, dict[int, Tensor]()
 
     def block(self, x: Tensor) -> Tensor:
         self.runs += 1
         return F.dropout(self.linear(x).sigmoid())
 
+    def pack(self, t: Tensor) -> int:
+        self.elsewhere[len(self.elsewhere)] = t
+        return len(self.elsewhere) - 1
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).sigmoid()
+        y = torch.utils.checkpoint.checkpoint(self.block, x.clone(), use_reentrant=False)
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.elsewhere.pop):
+            y = y.sigmoid()
+        self.auxiliary = y.exp().sum()
+        x += y
+        return x
 
 
-def test_nothing_is_computed_again_to_be_counted() -> None:
-    """In a checkpoint that would be another forward."""
-    model, x = _Checkpointed(), torch.randn(512, 64)
-    y = model(x)
-    assert kept_by_nodes(model, x, y) is None
+def test_counting_changes_nothing_of_a_step() -> None:
+    """Nothing is computed or unpacked for it: a checkpoint would run again, and what hooks have may be there once."""
+    model, x = _Unusual(), torch.randn(512, 64)
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    other(x.clone()).sum().backward()
+    torch.manual_seed(1)
+    with counting(model) as kept:
+        y = model(x.clone())
+    before = kept()
     assert model.runs == 1
     y.sum().backward()
-    assert model.runs == 2, "nothing was computed again, so that this tests nothing"
+    assert model.runs == other.runs == 2, "again for the backward pass, and for nothing else"
+    assert torch.equal(model.linear.weight.grad, other.linear.weight.grad)
+    del y
+    assert before == hotrain.saved_bytes(model, x.clone()).total, "with the auxiliary loss's, behind no result"
+    left = kept()
+    assert left is not None
+    assert left < before, "what backward has freed is not kept alive"
 
 
-def test_what_hooks_have_put_elsewhere_is_not_counted() -> None:
-    unpacked: list[Tensor] = []
+def test_a_step_that_is_counted_is_differentiated_twice() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(512, 64, requires_grad=True)
+
+    def penalty(y: Tensor) -> list[Tensor]:
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return [g, *torch.autograd.grad(g.square().sum(), [model[0].weight, model[2].weight, x])]
+
+    with counting(model):
+        y = model(x)
+    assert all(map(torch.equal, penalty(y), penalty(model(x))))
+
+
+def test_within_hooks_nothing_is_counted() -> None:
+    """What the outer ones pack is elsewhere: a checkpoint of the whole model keeps nothing of it."""
     model, x = _small(), torch.randn(512, 64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
-        y = model(x)
-        assert kept_by_nodes(model, x, y) is None, "hooks around the model are asked nothing"
-    assert not unpacked
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-        y = model(x)
-    assert kept_by_nodes(model, x, y) is None, "each time another tensor: not what is kept"
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), counting(model) as kept:
+        model(x)
+    assert kept() is None
+    with torch.autograd.graph.disable_saved_tensors_hooks("not allowed here"), counting(model) as kept:
+        model(x)
+    assert kept() is None
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
-def test_all_from_inputs_to_results_is_counted() -> None:
-    """Operators before and behind graphs, views among the results, convolutions; not what made the inputs."""
-    x = torch.randn(512, 64)
-    torch._dynamo.reset()
-    whole = torch.compile(_small(), backend="aot_eager")
-    between = nn.Sequential(nn.Tanh(), whole, nn.Sigmoid(), nn.Unflatten(1, (8, 8)), nn.Conv1d(8, 8, 3))
-    assert kept_by_nodes(between, x, between(x)) == hotrain.saved_bytes(between, x).total
-    kept, given = hotrain.saved_bytes(whole, x).total, whole(x)
-    assert kept_by_nodes(whole, x, (given, given[:, 0])) == kept
-    other = torch.compile(_small(), backend="aot_eager")
-    assert kept_by_nodes(other, {"input": given}, other(given)) == kept, "what made its input is not the model's"
-    assert kept_by_nodes(whole, (), x) == 0, "nothing is kept behind what has no gradient"
-    changed = given.exp()
-    result = changed.sigmoid() + changed.mul_(2)
-    assert kept_by_nodes(whole, (), result) is None, "its backward raises: a tensor that it needs was changed"
+def test_an_interrupted_first_step_leaves_no_hooks() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, x = _small(), torch.randn(512, 64)
+    fast = hotrain.compile(model)
+    with torch.compiler.set_stance("force_eager"):
+        handle = model.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fast(x)
+        handle.remove()
+        assert private.saved_tensor_hooks.innermost() == (None, True)
+        fast(x).sum().backward()
+        assert fast.report.totals()[0] == hotrain.saved_bytes(fast, x).total
+
+
+def test_a_compiled_model_is_differentiated_by_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first training step, too: that is no step to record."""
+    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="eager"))
+    fast, x = hotrain.compile(_small()), torch.randn(512, 64)
+    assert torch.func.grad(lambda x: fast(x).sum())(x).shape == x.shape
+    assert fast.report.totals() is None
 
 
 class _InTwo(nn.Module):

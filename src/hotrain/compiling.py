@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import statistics
 import warnings
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compress.report import Buffers, Example
 from .conversion import ConversionReport, convert, revert
 from .functional import check_model
 from .method import Method
 from .planning import clock
 from .plans import Point
 from .presets import DEFAULT
+from .private import differentiates
 
 _CHECKED = 5  # the training forward before which the compiled step is timed: its graphs are recorded by then
 _WARM, _TIMED = 2, 5  # passes of each model
@@ -61,9 +64,7 @@ def compile(model: nn.Module, method: str | Method = DEFAULT, *, check: bool = T
     fast.__dict__["report"] = report
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if report.buffers is not None:
-        from .audit.saved_bytes import kept_by_nodes
-
-        report.buffers.see_from(fast, model, kept_by_nodes)
+        fast.forward = _seeing(fast.forward, model, report.buffers)
     if check and on_gpu and not distributed:
         Check(fast, model, report)
     return fast
@@ -84,6 +85,26 @@ def compile_in_mode(model: nn.Module, mode: str | None) -> Any:
     except (ImportError, AttributeError):  # a PyTorch without what that uses of it
         return torch.compile(model, mode=mode)
     return torch.compile(model, backend=backend)
+
+
+def _seeing(forward: Callable[..., Any], model: nn.Module, buffers: Buffers) -> Callable[..., Any]:
+    """The forward of a compiled model, which runs no Python of hotrain, recording the first training step that returns:
+    the shapes of its inputs and the bytes that it keeps."""
+    from .audit.saved_bytes import counting
+
+    @functools.wraps(forward)
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        if buffers.seen or torch.compiler.is_compiling() or not (model.training and differentiates()):
+            return forward(*args, **kwargs)
+        buffers.example, buffers.uncut = Example.of(model, args, kwargs), False
+        with counting(model) as kept:
+            output = forward(*args, **kwargs)
+        buffers.seen, buffers.kept = True, kept()
+        # Without any record Dynamo has taken the graphs of another model.
+        buffers.uncut |= not (buffers.graphs or buffers.formats or buffers.full)
+        return output
+
+    return seeing
 
 
 class Check:

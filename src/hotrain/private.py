@@ -124,32 +124,20 @@ def _current_checkpoint() -> int:
     return id(hooks[0]) if name.startswith("_checkpoint_hook.") else 0
 
 
-def _saved_by(node: Any) -> list[Any] | None:
-    if hasattr(node, "variable"):  # it accumulates a parameter's gradient
-        return []
-    saved = getattr(node, "saved_tensors", None)
-    if saved is not None:
-        return list(saved)
-    return None if "::" in node.name() else [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-
-
-class SavedTensors(NamedTuple):
-    """The stack of default saved-tensor hooks, and what nodes save.
+class SavedTensorHooks(NamedTuple):
+    """The stack of default saved-tensor hooks.
 
     Attributes:
-        innermost: () → the innermost hooks, None for none, and whether hooks are allowed.
+        innermost: () → the innermost ones, None for none, and whether hooks are allowed.
         checkpoint: () → identity of the non-reentrant checkpoint whose forward runs, 0 for none; told by the name of
             its hooks. A constant to Dynamo.
-        of_node: node → what it saves, unpacked: tensors among sizes and numbers. None for one of C++ that has no
-            attributes.
     """
 
     innermost: Callable[[], tuple[Any, bool]]
     checkpoint: Callable[[], int]
-    of_node: Callable[[Any], list[Any] | None]
 
 
-saved_tensors: SavedTensors = SavedTensors(_innermost_hooks, _current_checkpoint, _saved_by)
+saved_tensor_hooks: SavedTensorHooks = SavedTensorHooks(_innermost_hooks, _current_checkpoint)
 """Without it: none and not allowed, and activations between the layers are saved in full precision."""
 
 

@@ -512,7 +512,7 @@ def test_a_block_in_a_checkpoint_finds_the_same_the_second_time(reentrant: bool,
     def call(m: Any, x: Tensor) -> Tensor:
         for block in m.blocks:
             x = checkpoint(block, x, use_reentrant=reentrant) if m.again else block(x)
-            levels.append((origins(m).checkpoint, private.saved_tensors.checkpoint()))
+            levels.append((origins(m).checkpoint, private.saved_tensor_hooks.checkpoint()))
         return m.out(m.norm(x))
 
     def block() -> nn.Module:
@@ -729,4 +729,4 @@ def test_hooks_without_a_name_are_no_checkpoint() -> None:
     """Somebody's saved-tensor hooks may be partials, which have no qualified name."""
     same = functools.partial(lambda scale, t: t * scale, 1)
     with torch.autograd.graph.saved_tensors_hooks(same, same):
-        assert private.saved_tensors.checkpoint() == 0
+        assert private.saved_tensor_hooks.checkpoint() == 0

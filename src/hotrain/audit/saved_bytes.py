@@ -13,7 +13,7 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ..compress.report import tensors
 from ..functional import check_model
 from ..nn.state import layer_states
-from ..private import compiled_part, node_number, saved_tensors
+from ..private import compiled_part, node_number, saved_tensor_hooks
 from ..tables import bytes_text, table
 from .unchanged import as_found
 
@@ -102,9 +102,9 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
     with as_found(model), torch.enable_grad():
         if not model.training:
             model.train()
-        seen = _Seen(_storages_of_model(model))
+        seen = _Seen(model)
         own = {key for tensor in tensors([inputs, kwargs]) for key, _ in _storages(tensor)}
-        with _module_stack(model, seen), saved_tensors_hooks(seen.pack, lambda kept: kept.tensor):
+        with _module_stack(model, seen), saved_tensors_hooks(seen.pack, _unpack):
             output = model(*inputs, **kwargs)
         roots = [t.grad_fn for t in tensors(output) if t.grad_fn is not None]
         if not roots:
@@ -119,27 +119,21 @@ def saved_bytes(model: nn.Module, *inputs: Any, device_peak: bool = False, **kwa
     return SavedBytes(total, _summed(rows, "module"), _summed(rows, "operator"), rows, peak)
 
 
-def kept_by_nodes(model: nn.Module, inputs: Any, output: Any) -> int | None:
-    """Bytes that a forward that has run keeps from a model's inputs to its output, as `SavedBytes.total` counts them.
+@contextmanager
+def counting(model: nn.Module) -> Iterator[Callable[[], int | None]]:
+    """Context of a forward of the model, which changes nothing of it.
 
-    They are read off the nodes of its graph: None within saved-tensor hooks, where something between has its own (a
-    checkpoint), and for nodes that do not tell what they save. No hook makes a tensor anew for it: in a checkpoint that
-    would be another forward, with other draws behind it.
+    Yields:
+        () → bytes that it keeps, as `SavedBytes.total`; None within other saved-tensor hooks, which take them away, and
+        where hooks are not allowed.
     """
-    if saved_tensors.innermost()[0] is not None:
-        return None
-    roots, ends = ([t.grad_fn for t in tensors(tree) if t.grad_fn is not None] for tree in (output, inputs))
-    nodes = _nodes(roots, ends)
-    try:
-        with disable_saved_tensors_hooks("hotrain: saved tensors are counted, not computed again"):
-            once, again = ([saved_tensors.of_node(node) for node in nodes] for _ in range(2))
-            found, same = (dict(pair for t in tensors(each) for pair in _storages(t)) for each in (once, again))
-    except RuntimeError:  # the message above, or a tensor that was changed in place
-        return None
-    if None in once or found.keys() != same.keys():  # hooks that make new tensors
-        return None
-    of_model = _storages_of_model(model)
-    return sum(size for key, size in found.items() if key not in of_model)
+    hooks, allowed = saved_tensor_hooks.innermost()
+    if hooks is not None or not allowed:
+        yield lambda: None
+        return
+    seen = _Seen(model)
+    with saved_tensors_hooks(seen.pack, _unpack):
+        yield lambda: sum(row["bytes"] for row in seen.rows({}, set()))
 
 
 def check_shapes(function: str, model: nn.Module) -> None:
@@ -163,11 +157,15 @@ class _Kept:
         self.sequence, self.operator = sequence, operator  # the operator's name if it is known already
 
 
+def _unpack(kept: _Kept) -> Tensor:
+    return kept.tensor
+
+
 class _Seen:
     """The pack hook and the tensors that it saw, in order."""
 
-    def __init__(self, excluded: set[int]) -> None:
-        self.excluded = excluded
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.of_model = model, _storages_of_model(model)
         self.stack: list[str] = [""]
         self.packed: list[weakref.ref[_Kept]] = []
 
@@ -187,12 +185,12 @@ class _Seen:
             cast |= node.name() == _CAST
             node = node.next_functions[0][0]
         parameter = getattr(node, "variable", None)  # AccumulateGrad's
-        return cast and parameter is not None and any(key in self.excluded for key, _ in _storages(parameter))
+        return cast and parameter is not None and any(key in self.of_model for key, _ in _storages(parameter))
 
     def rows(self, operators: dict[int, str], inputs: set[int]) -> list[dict[str, Any]]:
         """One dict for each distinct storage that is alive, largest first."""
         rows = []
-        counted = set(self.excluded)
+        counted = self.of_model | _storages_of_model(self.model)  # what layers own may be made in their first forward
         for reference in self.packed:
             kept = reference()
             if kept is None:  # its node was freed
@@ -247,12 +245,12 @@ def _names_by_sequence(roots: list[Node]) -> dict[int, str]:
     return {node_number(node): operator_name(node) for node in _nodes(roots)}
 
 
-def _nodes(roots: Iterable[Node], ends: Iterable[Node] = ()) -> set[Node]:
-    """All that a backward from `roots` would run before it reaches `ends`."""
-    found, before, todo = set[Node](), set(ends), list(roots)
+def _nodes(roots: list[Node]) -> set[Node]:
+    """All that a backward from `roots` would run."""
+    found, todo = set[Node](), list(roots)
     while todo:
         node = todo.pop()
-        if node not in found and node not in before:
+        if node not in found:
             found.add(node)
             todo.extend(following for following, _ in node.next_functions if following is not None)
     return found

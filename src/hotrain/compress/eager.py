@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..private import fakes, saved_tensors, version_of
+from ..private import fakes, saved_tensor_hooks, version_of
 from . import codes, rules
 from .formats import packer
 from .rules import SMALL, Rule
@@ -60,7 +60,7 @@ def call(buffers: Any, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: Map
     Within a checkpoint the function runs unchanged: both forwards must save the same. Outer hooks of others get the
     codes.
     """
-    outer, allowed = saved_tensors.innermost()
+    outer, allowed = saved_tensor_hooks.innermost()
     theirs = None if outer is None else getattr(outer[0], "__module__", None)
     if theirs in ("torch.utils.checkpoint", __name__) or not allowed:
         return func(*args, **kwargs)

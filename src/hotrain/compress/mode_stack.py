@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
-from ..private import function_modes, saved_tensors, traced_graph_of
+from ..private import function_modes, saved_tensor_hooks, traced_graph_of
 
 
 class Mode(TorchFunctionMode):
     """Base class of hotrain's TorchFunctionModes."""
 
 
-current_checkpoint = saved_tensors.checkpoint
+current_checkpoint = saved_tensor_hooks.checkpoint
 _left_to_eager: list[Callable[..., Any]] = [current_checkpoint]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planning import Roofs, agreed
-from ..private import saved_tensors
+from ..private import saved_tensor_hooks
 from .mode_stack import without_own_modes
 from .report import tensors
 
@@ -283,7 +283,7 @@ class Pace:
 
     def _timed(self, buffers: Any, block: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         first = next(tensors((args, kwargs)), None)
-        hooks, allowed = saved_tensors.innermost()
+        hooks, allowed = saved_tensor_hooks.innermost()
         if first is None or type(first) is not Tensor or not self._times(first.device) or hooks or not allowed:
             return run
         calls = self.calls[block] = self.calls.get(block, 0) + 1

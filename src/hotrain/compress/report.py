@@ -99,7 +99,7 @@ class Buffers:
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
         seen: whether the first step of a model that `hotrain.compile` compiled has run.
-        kept: bytes that it keeps, where that is known.
+        kept: bytes that it keeps; None where it has run within saved-tensor hooks.
         example: the first call.
         root: a weak reference to the model; a copy's records have the copy.
         entered: modules whose forward has entered the mode; the model, or copies of it that share these records.
@@ -133,33 +133,6 @@ class Buffers:
     chosen: dict[str, tuple[int, int, int]] = field(default_factory=dict, repr=False, compare=False)
     unused: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     reverted: bool = field(default=False, repr=False, compare=False)
-
-    def see_from(self, fast: Any, model: Any, kept: Callable[[Any, Any, Any], int | None]) -> None:
-        """Record the first call of a compiled model by hooks on `fast`, whose forward runs no Python of hotrain, and
-        what it keeps: by ``kept`` of the model, inputs and output, or by the graphs that were compiled in it.
-        """
-        before = 0
-
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal before
-            if model.training and torch.is_grad_enabled():
-                self.example = Example.of(model, args, kwargs)  # again, if the call before has raised
-                self.uncut, before = False, len(self.graphs)
-
-        def behind(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if model.training and torch.is_grad_enabled():
-                for handle in handles:
-                    handle.remove()
-                self.seen = True
-                self.uncut |= not (self.graphs or self.formats or self.full)  # Dynamo took the graphs of another model
-                self.kept = kept(model, (args, kwargs), output)
-                if self.kept is None and len(self.graphs) > before and not self.uncut:
-                    self.kept = sum(self.graphs[before:])
-
-        handles = (
-            fast.register_forward_pre_hook(hook, with_kwargs=True),
-            fast.register_forward_hook(behind, with_kwargs=True),
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"passing": set(), "example": None, "root": None}

@@ -188,10 +188,10 @@ class ConversionReport:
 
         Returns:
             (now, exact). Both are computed from shapes (`hotrain.predicted_bytes`), which is exact in eager mode; of
-            a model that `hotrain.compile` compiled, *now* is measured: read off the first step, or where that is
-            unpacked by hooks (a checkpoint), off the graphs compiled in it, None if those come from a cache. None
-            instead of the pair before a training forward, and for a model that `predicted_bytes` refuses, that is gone
-            before its report was asked once, or whose inputs were not recorded (``memory="linear"``).
+            a model that `hotrain.compile` compiled, *now* is measured in the first step: None if that runs within
+            saved-tensor hooks, as in a checkpoint. None instead of the pair before a training forward, and for a model
+            that `predicted_bytes` refuses, that is gone before its report was asked once, or whose inputs were not
+            recorded (``memory="linear"``).
         """
         if self.buffers is None:
             return None
