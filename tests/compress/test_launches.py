@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.compress import choosing, compiled, exact_norms, rematerialize, sharing
+from hotrain.compress import choosing, compiled, costs, exact_norms, rematerialize, sharing
 from hotrain.compress import codes as packing
 from hotrain.compress.formats import FORMATS, GROUPED
 from hotrain.compress.operators.activation import Curve
@@ -543,6 +543,10 @@ def test_a_norm_and_what_is_behind_are_one_operator(name: str) -> None:
         assert step.bytes <= 1.01 * other.bytes
 
 
+def _as_it_is(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    return make_boxed_func(graph.forward)
+
+
 class JointStep(Step):
     """A step with our partitioner, which notes of each norm's gradient whether it adds another."""
 
@@ -657,6 +661,50 @@ def test_what_was_merged_with_a_norm_is_there_when_it_is_put_back(
     assert all(after is not None for _, after in put_back)
     assert step.results == step.gradients_of_x == []
     assert distance(step.gradients, Step(converted(build, memory=False), None, "").gradients) <= 2.0**-6
+
+
+class Gated(nn.Module):
+    """StarNet's product: its factors are kept for the gradient of each other, and made into what the layer read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Conv2d(16, 64, 1), nn.Conv2d(16, 64, 1), nn.Conv2d(64, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return self.out(F.relu6(self.a(x)) * self.b(x)).float()
+
+
+def test_codes_that_several_tensors_are_made_of_are_packed_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only without all three the two kernels that pack are gone: their time belongs to the three together."""
+    found: list[tuple[float, float, int]] = []
+    wanted: list[float] = []
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        roofs = Roofs(copy=4e12, product=7e14)
+        kernels_of = (torch.ops.hotrain.keep_codes.default, torch.ops.hotrain.restore_codes.default)
+        nodes = [n for target in kernels_of for n in gm.graph.find_nodes(op="call_function", target=target)]
+        wanted.append(sum(costs.excess(node, roofs) for node in nodes))
+        for candidate in choosing._candidates(gm.graph, roofs)[0]:
+            candidate.apply()
+            gm.graph.eliminate_dead_code()
+            left = [n for target in kernels_of for n in gm.graph.find_nodes(op="call_function", target=target)]
+            found.append((candidate.ms, candidate.nbytes, len(left)))
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    Step(
+        converted(Gated),
+        kernels,
+        aot_autograd(fw_compiler=_as_it_is, bw_compiler=_as_it_is, partition_fn=compiled.partition),
+    )
+    entries = 2 * 64 * 6 * 5
+    (_, of_input, of_others), (_, of_three, left) = found
+    assert of_input == 2 * entries / 4 * 3 / 4, "of the layers before: 16 bits, and 4 of them"
+    assert of_three == 3 * 2 * entries - 2 * entries / 2, "two factors and their product, and codes of the factors"
+    assert (of_others, left) == (3, 0)
+    assert sum(ms for ms, *_ in found) == pytest.approx(wanted[0]), "each kernel once, and fused formulas gain nothing"
 
 
 def _sum_behind(m: Any, x: Tensor) -> Tensor:

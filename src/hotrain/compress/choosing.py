@@ -59,6 +59,7 @@ _OF_ONE_GROUP = 4.0  # without it PoolFormer-S24 takes 0.91 of exact's time, wit
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
 _TRUST = 0.5  # in what layers and padded products gain: alone on the device they gain more than in a step
 _BY_LOGARITHM = 10.0  # bytes of copies, in the time to pack or unpack an element of a softmax: Swin-T, on an H200
+_BY_HALVES = 0.0  # in the time by which 4 bits that a fused formula unpacks are slower than 16: StarNet, on an H200
 _IN_A_STEP = 1.1  # of the time that packing and unpacking take alone: Swin-T and DeiT-S, on an H200
 
 
@@ -300,19 +301,27 @@ def _is_packed(node: Node) -> bool:
 
 
 def _groups(readings: list[Reading]) -> list[list[Reading]]:
-    """Tensors that backward makes from the same codes of a formula, as of a softmax and the product behind it.
+    """Tensors that backward makes from the same codes, as of a softmax and the product behind it.
 
     Only where all of them are kept exact, nothing is packed.
     """
+    inside = {node for reading in readings for node in (*reading.path, *reading.places)}
     groups: list[list[Reading]] = []
     for reading in readings:
-        packed = set(filter(_is_packed, reading.keepers))
+        packed = {keeper for keeper in reading.keepers if _is_packed(keeper) or _is_read_in(keeper, inside)}
         mine: list[list[Reading]] = []
         others: list[list[Reading]] = []
         for group in groups:
             (mine if any(packed & other.keepers for other in group) else others).append(group)
         groups = [*others, [*itertools.chain.from_iterable(mine), reading]]
     return groups
+
+
+def _is_read_in(keeper: Node, inside: set[Node]) -> bool:
+    """Whether these are all that read what a kernel has packed."""
+    return keeper.target is torch.ops.hotrain.keep_codes.default and all(
+        user in inside for part in keeper.users for user in part.users
+    )
 
 
 def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
@@ -328,7 +337,8 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
         for place in () if kernels else reading.places:
             # Read from memory by what is no formula that a compiler fuses, it is written there first.
             written = any(user.target in _PRODUCTS for user in _readers(place))
-            ms += 1e3 * numel(place) * (unpacked if written else 1 - 2) / roofs.copy
+            fused = _BY_HALVES if any(node.target is _aten.__rshift__.Tensor for node in reading.path) else 1 - 2
+            ms += 1e3 * numel(place) * (unpacked if written else fused) / roofs.copy
         source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
     nbytes += sum(tensors.values())
