@@ -434,6 +434,27 @@ def test_the_total_is_of_the_first_step_that_ran(monkeypatch: pytest.MonkeyPatch
         assert "so that which operator keeps what is unknown" in str(fast.report)
 
 
+class _OfValues(nn.Module):
+    """A model that looks at values, of which shapes do not tell what it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.sum().item() > -1e9 else x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
+def test_what_was_measured_is_told_where_exact_s_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
+    torch._dynamo.reset()
+    fast, x = hotrain.compile(_OfValues()), torch.randn(512, 64)
+    fast(x).sum().backward()
+    kept = hotrain.saved_bytes(fast, x).total
+    assert f"kept for backward: {kept / 1024:.2f} KiB; exact's is not known from shapes; hotrain" in str(fast.report)
+
+
 def test_a_report_that_was_sent_elsewhere_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
     torch._dynamo.reset()

@@ -203,8 +203,7 @@ class ConversionReport:
             if example is None and not self.buffers.seen:
                 return None
             if model is None or example is None:
-                kept = "" if self.buffers.kept is None else f"{bytes_text(self.buffers.kept)}; exact's is "
-                self._unknown = f"{kept}not known, the model is gone; print the report while there is the model"
+                self._unknown = "not known, the model is gone; print the report while there is the model"
                 return None
             self._predict(model, example)
         if self._totals is None:
@@ -237,7 +236,7 @@ class ConversionReport:
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
-                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures it"
+                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures one's"
 
     def _misfit(self, grid: Grid) -> str:
         """That no layer's input has as many tokens as the grid that `convert` was given, or nothing."""
@@ -278,7 +277,9 @@ class ConversionReport:
             head += f"\n  kept for backward{self._first_batch()}: not seen; exact keeps {exact}, and "
             head += "hotrain.saved_bytes(compiled, batch) measures what the compiled model keeps"
         elif unknown := self._unknown or self._by_torch_compile():
-            head += f"\n  kept for backward: {unknown}"
+            kept = None if self.buffers is None else self.buffers.kept
+            known = "" if kept is None else f"{bytes_text(kept)}; exact's is "
+            head += f"\n  kept for backward: {known}{unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):
             head += f"\n  {_PLANNED}"
         if self.grid is not None and (wrong := self._misfit(self.grid)):
