@@ -236,7 +236,7 @@ class ConversionReport:
             try:
                 self._totals = before_and_now(model, example, revert)
             except ValueError:
-                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures one's"
+                self._unknown = "not known from shapes; hotrain.saved_bytes(model, batch), or **batch, measures a model"
 
     def _misfit(self, grid: Grid) -> str:
         """That no layer's input has as many tokens as the grid that `convert` was given, or nothing."""
