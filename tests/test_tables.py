@@ -83,9 +83,10 @@ def test_one_unit_everywhere(count: int, text: str) -> None:
         ("64k", 64000),
         ("1000", 1000),
         ("12B", 12),
+        (16 * 2.0**30, 2**34),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text: str | float, size: int) -> None:
     assert parse_bytes(text) == size
 
 

@@ -189,7 +189,7 @@ def zoo(
     out: OutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Thirty models, a line each: exact as CUDA graphs, hotrain's default, and every block checkpointed.
+    """Thirty models or --models, a line each: exact as CUDA graphs, hotrain's default, and every block checkpointed.
 
     Variants are prepared in parallel, as many models at a time as --jobs allows, and timed one after the other while
     nothing else runs on their GPU. What is dominated takes more time and more memory than another variant.

@@ -12,7 +12,7 @@ from .draws import signed
 from .geometry import Geometry, Pair
 from .layer import Config
 from .method import Method
-from .presets import DEFAULT, preset
+from .presets import DEFAULT, preset, presets
 from .private import compiled_part
 from .transform.tokens import Grid
 
@@ -32,7 +32,9 @@ def as_method(method: str | Method) -> Method:
         return method
     if isinstance(method, str):
         return preset(method)
-    raise ValueError(f"method {method!r} is neither a preset's name nor a hotrain.Method")
+    raise ValueError(
+        f"hotrain: method {method!r} is neither a preset's name ({', '.join(presets())}) nor a hotrain.Method"
+    )
 
 
 def check_model(function: str, model: object) -> None:

@@ -83,7 +83,7 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Parse a size in bytes; a number is one already.
 
     Args:
@@ -94,6 +94,8 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
+    if isinstance(text, float) and text.is_integer():
+        return int(text)
     if not isinstance(text, str):
         raise ValueError(f"got {text!r}, accepted are numbers of bytes and sizes as 24GB, 24GiB or 800MB")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)

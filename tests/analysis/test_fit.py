@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hotrain
 from hotrain.analysis import fit as fitting
-from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, search
+from hotrain.analysis.fit import MEASURED, PREDICTED, RAN, VARIANTS, FitReport, FitRow, search
 from hotrain.analysis.steps import Inputs, Step, as_inputs, is_out_of_memory
 from hotrain.analysis.uncompressed import LAYERS_ALONE, NO_FORM, full_table, still_full
 
@@ -110,7 +110,7 @@ def test_bad_calls() -> None:
     model = Blocks()
     with pytest.raises(ValueError, match="budget_bytes=0"):
         hotrain.fit(model, inputs, 0)
-    for budget in (float("nan"), True, None, 1e8):
+    for budget in (float("nan"), True, None, 1e8 + 0.5):
         with pytest.raises(ValueError, match="accepted are numbers of bytes and sizes as 24GB"):
             hotrain.fit(model, inputs, budget)  # type: ignore[arg-type]
     for variants in ("exact", []):
@@ -195,3 +195,21 @@ def test_a_model_without_blocks_is_not_checkpointed_unless_asked() -> None:
     assert [row.variant for row in rows] == ["exact", "converted"]
     with pytest.raises(ValueError, match=r"Sequential has no blocks to recompute; pass variants=\('exact',\)"):
         hotrain.fit(model, lambda n: torch.randn(n, 40, 64), "1GB", variants=("exact", "checkpointed"))
+
+
+def test_where_the_search_ends_is_no_result() -> None:
+    """At least that many fit, and where exact's are not known either there is nothing to compare."""
+
+    def text(exact: int | None, converted: int | None) -> list[str]:
+        rows = [FitRow("exact", 8, 100, RAN, exact), FitRow("converted", 64, 900, RAN, converted)]
+        lines = str(FitReport(1000, "cpu", rows)).splitlines()
+        return [" ".join(line.split()) for line in lines[3:]]
+
+    assert text(9, 65) == ["exact 8 1.00 × 100 B training steps ran", "converted 64 8.00 × 900 B training steps ran"]
+    ended = "≥: the search ends at this batch (largest=); larger ones may fit"
+    assert text(9, None)[1:] == ["converted ≥ 64 ≥ 8.00 × 900 B training steps ran", ended]
+    assert text(None, None)[0] == "exact ≥ 8 – 100 B training steps ran"
+    with pytest.raises(TypeError, match="got make_inputs of type Tensor, accepted are functions from a batch size"):
+        hotrain.fit(nn.Linear(4, 4), torch.randn(2, 4), "1GB")
+    with pytest.raises(ValueError, match=r"loss= gave a tensor \(2, 4\), accepted are functions .* to a scalar tensor"):
+        hotrain.fit(nn.Linear(4, 4), lambda n: torch.randn(n, 4), "1GB", loss=lambda output: output[:2])

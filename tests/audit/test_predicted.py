@@ -201,7 +201,7 @@ def test_a_model_of_small_tensors_says_that_they_stay() -> None:
     """Not that a training forward, which there was, will tell."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     report = hotrain.convert(model)
-    assert str(report).endswith("between the layers: known after a training forward")
+    assert str(report).endswith("between the layers: known after a training forward of the whole model")
     model(torch.randn(64, 64)).sum().backward()
     assert str(report).endswith("outside of checkpoints, keeps 16,384 entries in 16 or 32 bits)")
 
@@ -391,3 +391,37 @@ def test_a_weight_that_a_hook_computes_is_computed() -> None:
     """Before its first forward `spectral_norm` has the weight as a plain tensor, of which no gradient would be kept."""
     model, x = nn.Sequential(nn.utils.spectral_norm(nn.Linear(64, 64)), nn.ReLU()), torch.randn(8, 64)
     assert hotrain.predicted_bytes(model, x).total == hotrain.saved_bytes(model, x).total
+
+
+class _Parts(nn.Module):
+    """An autoencoder, of which training calls the parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def test_a_report_says_that_parts_were_called_and_not_the_model() -> None:
+    """What is between its layers is not compressed then, but where the parts were converted."""
+    model, x = _Parts(), torch.randn(512, 64)
+    report = hotrain.convert(model)
+    model.decoder(model.encoder(x)).sum().backward()
+    said = "kept for backward: not known, training calls parts of the model and not its forward."
+    assert said in str(report)
+    model(x).sum().backward()
+    assert said not in str(report)
+    assert report.totals()[0] == hotrain.saved_bytes(model, x).total
+
+
+def test_a_second_conversion_has_a_total_of_its_own() -> None:
+    model, x = _Parts(), torch.randn(512, 64)
+    report = hotrain.convert(model)
+    model(x).sum().backward()
+    before = report.totals()
+    hotrain.convert(model, "hq4")
+    model(x).sum().backward()
+    assert report.totals() != before
+    assert report.totals()[0] == hotrain.saved_bytes(model, x).total

@@ -73,18 +73,21 @@ class FitReport:
     rows: list[FitRow]
 
     def __str__(self) -> str:
-        first = next((row.batch_size for row in self.rows if row.variant == EXACT), 0)
+        first = next((row.batch_size for row in self.rows if row.variant == EXACT and row.too_large is not None), 0)
         cells = []
         for row in self.rows:
-            gain = f"{row.batch_size / first:.2f} ×" if first else "–"
+            more = "≥ " * (row.too_large is None)
+            gain = f"{more}{row.batch_size / first:.2f} ×" if first else "–"
             needs = "–" if row.needs is None else bytes_text(row.needs)
-            cells.append([row.variant, row.batch_size, gain, needs, row.how])
+            cells.append([row.variant, f"{more}{row.batch_size}", gain, needs, row.how])
         lines = [
             f"largest batch of a training step in {bytes_text(self.budget)} ({self.budget:,} bytes) on {self.device}",
             table(["variant", "batch", "against exact", "step takes", "how it is known"], cells),
         ]
         smallest = [row for row in self.rows if row.batch_size == 0]
         lines += [f"{row.variant}: not even a batch of {row.too_large} fits" for row in smallest]
+        if any(row.too_large is None for row in self.rows):
+            lines.append("≥: the search ends at this batch (largest=); larger ones may fit")
         if any(row.how != RAN for row in self.rows):
             lines.append(f"Predicted: there is no allocator here to hold a step to a budget.\n{steps.COUNTED}")
         return "\n".join(lines)
@@ -126,9 +129,15 @@ def fit(
         The largest batch of each variant, and the bytes of its step.
 
     Raises:
+        TypeError: `make_inputs` is no function.
         ValueError: the model is converted, a variant is unknown, the largest batch is none, or the budget is no size,
             not positive, or larger than the GPU.
     """
+    if not callable(make_inputs):
+        raise TypeError(
+            f"fit: got make_inputs of type {type(make_inputs).__name__}, accepted are functions from a batch size to "
+            "the model's inputs, as lambda n: torch.randn(n, 3, 224, 224)"
+        )
     if isinstance(variants, str) or (variants is not None and not variants):
         raise ValueError(f"fit: got variants={variants!r}, accepted are sequences of {', '.join((*VARIANTS, BOTH))}")
     if type(largest) is not int or largest < 1:

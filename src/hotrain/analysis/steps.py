@@ -65,6 +65,11 @@ class Step:
         """One step. Under autocast, the weights are cast anew, as where every forward has a context of its own."""
         args, kwargs = inputs
         loss = self.loss(self.forward(*args, **kwargs))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"hotrain: loss= gave {got}, accepted are functions from the model's output to a scalar tensor"
+            )
         torch.clear_autocast_cache()
         with torch.autocast(loss.device.type, enabled=False):
             loss.backward()

@@ -184,7 +184,7 @@ class Buffers:
             what = f"in forward, outside of checkpoints, keeps {SMALL:,} entries in 16 or 32 bits"
             return f"  between the layers: as exact keeps it (no function of PyTorch that was seen {what})"
         if not rows:
-            return "  between the layers: known after a training forward"
+            return "  between the layers: known after a training forward of the whole model"
         width = max(len(what) for what, _ in rows)
         return "\n".join(["  between the layers:", *(f"    {what:<{width}}  {how}" for what, how in rows)])
 

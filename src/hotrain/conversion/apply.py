@@ -204,7 +204,8 @@ def _no_plan(plan: Any) -> str:
     try:
         parse_bytes(str(plan))
     except ValueError:
-        return f"is not one of {', '.join(map(repr, PLANS))}, or a point of hotrain.frontier"
+        points = "a point of hotrain.frontier (what found.best('16GiB') returns, not its name)"
+        return f"is not one of {', '.join(map(repr, PLANS))}, or {points}"
     return (
         "is a memory budget, and there is no batch to measure what fits: point = hotrain.frontier(model, batch)"
         f".best({plan!r}) finds the fastest that does, and convert(model, plan=point) takes it"

@@ -13,7 +13,7 @@ from ..compress.rematerialize import parsed, saved_by_reader
 from ..compress.report import Buffers, Example, tensors
 from ..layer_record import Ran
 from ..method import Method
-from ..nn.state import REVERTED, LayerState
+from ..nn.state import REVERTED, LayerState, layer_states
 from ..plans import Point
 from ..tables import bytes_text
 from ..transform.tokens import Grid
@@ -228,6 +228,15 @@ class ConversionReport:
             known = "not known of the graphs of torch.compile"
         return f"{known}; hotrain.compile(model) in its place compares it with exact's"
 
+    def _by_parts(self) -> str:
+        """What is to be done where layers have run and the model's forward has not, or nothing."""
+        if self.buffers is None or self.buffers.example is not None or not any(s.reached for _, s in self.layers):
+            return ""
+        return (
+            "not known, training calls parts of the model and not its forward. Between the layers only parts that are "
+            "converted themselves, and blocks of a list, are compressed then: convert each part that is called"
+        )
+
     def _predict(self, model: nn.Module, example: Example) -> None:
         from ..audit.predicted import before_and_now
 
@@ -276,9 +285,9 @@ class ConversionReport:
             exact = bytes_text(totals[1])
             head += f"\n  kept for backward{self._first_batch()}: not seen; exact keeps {exact}, and "
             head += "hotrain.saved_bytes(compiled, batch) measures what the compiled model keeps"
-        elif unknown := self._unknown or self._by_torch_compile():
-            kept = None if self.buffers is None else self.buffers.kept
-            known = "" if kept is None else f"{bytes_text(kept)}; exact's is "
+        elif unknown := self._unknown or self._by_torch_compile() or self._by_parts():
+            counted = None if self.buffers is None else self.buffers.kept
+            known = "" if counted is None else f"{bytes_text(counted)}; exact's is "
             head += f"\n  kept for backward: {known}{unknown}"
         if self.layers and not any(state.reached for _, state in self.layers):
             head += f"\n  {_PLANNED}"
@@ -292,9 +301,11 @@ class ConversionReport:
 
 
 def _settings(model: nn.Module) -> object:
-    """What a model saves depends on besides the batch: its modules and their switches, and which parameters train."""
+    """What a model saves depends on besides the batch: its modules, their methods and their switches, and which
+    parameters train."""
+    methods = [(name, state.method) for name, state in layer_states(model)]
     switches = [(id(type(m)), *(name for name, value in vars(m).items() if value is True)) for m in model.modules()]
-    return switches, [p.requires_grad for p in model.parameters()]
+    return methods, switches, [p.requires_grad for p in model.parameters()]
 
 
 def _instead(model: nn.Module, name: str) -> str:
