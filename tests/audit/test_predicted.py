@@ -409,7 +409,7 @@ def test_a_report_says_that_parts_were_called_and_not_the_model() -> None:
     model, x = _Parts(), torch.randn(512, 64)
     report = hotrain.convert(model)
     model.decoder(model.encoder(x)).sum().backward()
-    said = "kept for backward: not known, training calls parts of the model and not its forward."
+    said = "kept for backward: not known, no training step through the model's own forward was seen."
     assert said in str(report)
     model(x).sum().backward()
     assert said not in str(report)

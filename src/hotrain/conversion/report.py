@@ -229,12 +229,16 @@ class ConversionReport:
         return f"{known}; hotrain.compile(model) in its place compares it with exact's"
 
     def _by_parts(self) -> str:
-        """What is to be done where layers have run and the model's forward has not, or nothing."""
-        if self.buffers is None or self.buffers.example is not None or not any(s.reached for _, s in self.layers):
+        """What is to be done where layers have run and the model's forward was not seen, or nothing."""
+        buffers = self.buffers
+        if buffers is None or buffers.root is None or not any(state.reached for _, state in self.layers):
+            return ""
+        model = buffers.root()
+        if model is None or model in buffers.entered:
             return ""
         return (
-            "not known, training calls parts of the model and not its forward. Between the layers only parts that are "
-            "converted themselves, and blocks of a list, are compressed then: convert each part that is called"
+            "not known, no training step through the model's own forward was seen. Where training calls parts of the "
+            "model, convert each of them: else only blocks of a list are compressed between their layers"
         )
 
     def _predict(self, model: nn.Module, example: Example) -> None:
