@@ -306,6 +306,13 @@ def test_graphs_of_a_cache_are_read_off_the_first_step() -> None:
     assert total[0][0] == hotrain.saved_bytes(fast, x).total
 
 
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hotrain.compile` without Inductor."""
+    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
 class _Unusual(nn.Module):
     """A forward that computes a part again in the backward pass, has saved tensors elsewhere, which are there once,
     writes to its input, and keeps a loss beside its result."""
@@ -412,10 +419,9 @@ class _InTwo(nn.Module):
         return self.two(h)
 
 
-def test_the_total_is_of_the_first_step_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quickly")
+def test_the_total_is_of_the_first_step_that_ran() -> None:
     """Of all its parts: also where an earlier call has raised, and where Dynamo has graphs of another model."""
-    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
-    torch._dynamo.reset()
     x = torch.randn(512, 64)
     for model in (_small(), _small(), _InTwo(), _InTwo(other=True)):
         fast = hotrain.compile(model)
@@ -446,18 +452,16 @@ class _OfValues(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks an input that was computed for it
-def test_what_was_measured_is_told_where_exact_s_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("quickly")
+def test_what_was_measured_is_told_where_exact_s_is_not_known() -> None:
     fast, x = hotrain.compile(_OfValues()), torch.randn(512, 64)
     fast(x).sum().backward()
     kept = hotrain.saved_bytes(fast, x).total
     assert f"kept for backward: {kept / 1024:.2f} KiB; exact's is not known from shapes; hotrain" in str(fast.report)
 
 
-def test_a_report_that_was_sent_elsewhere_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotrain.compiling, "compile_in_mode", lambda m, _: torch.compile(m, backend="aot_eager"))
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("quickly")
+def test_a_report_that_was_sent_elsewhere_has_what_was_measured() -> None:
     fast, x = hotrain.compile(_small()), torch.randn(512, 64)
     fast(x).sum().backward()
     kept = hotrain.saved_bytes(fast, x).total

@@ -334,10 +334,11 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
     for reading in group:
         kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
         ms += sum(costs.excess(node, roofs) for node in kernels)
+        halves = any(node.target is _aten.__rshift__.Tensor for node in reading.path)
+        fused = _BY_HALVES if halves else 1 - 2
         for place in () if kernels else reading.places:
             # Read from memory by what is no formula that a compiler fuses, it is written there first.
             written = any(user.target in _PRODUCTS for user in _readers(place))
-            fused = _BY_HALVES if any(node.target is _aten.__rshift__.Tensor for node in reading.path) else 1 - 2
             ms += 1e3 * numel(place) * (unpacked if written else fused) / roofs.copy
         source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))

@@ -94,7 +94,7 @@ class Buffers:
         origins: tensors of the forward that runs whose producer's saved tensors can be shared.
         looked_at: functions without an operator of which `eager` knows what they save.
         passing: functions without a rule, of which nothing is left to look at.
-        uncut: whether the model was traced, and `compiled` has seen no graph of it.
+        uncut: whether the model was traced, or ran in graphs of another, and `compiled` has seen none of its own.
         waits: whether the model ran in eager mode on a GPU.
         name: identity of the model in a graph's metadata.
         graphs: bytes that each compiled graph keeps.
