@@ -139,3 +139,21 @@ def test_a_function_of_a_formula_counts() -> None:
         graph = make_fx(step, tracing_mode="fake")(torch.randn(ROWS, CHANNELS)).graph
         (node,) = graph.find_nodes(op="call_function", target=torch.ops.hotrain.activate.default)
         assert fusing.unfused(node) == wanted * ROWS * CHANNELS * 4
+
+
+def test_what_a_gate_reads_counts() -> None:
+    """A gate reads an activation in registers in exact training, and its gradient, too; a product reads both from
+    memory. What packs the activation reads it as well, which counts where it packs."""
+
+    def step(x: Tensor, b: Tensor, g: Tensor, gated: bool) -> list[Any]:
+        y, *kept = torch.ops.hotrain.activate(x, "gelu", "int8", None)
+        g_y = g * b if gated else g @ b.mT @ b
+        g_x, _ = torch.ops.hotrain.activation_gradient(g_y, *kept[:2], "gelu", "int8", False)
+        return [y * b if gated else y @ b.mT, torch.ops.hotrain.keep_codes(y, "int4 nearest"), g_x]
+
+    for gated, wanted in ((True, 2.0), (False, 0.0)):
+        given = (torch.randn(ROWS, CHANNELS) for _ in range(3))
+        graph = make_fx(functools.partial(step, gated=gated), tracing_mode="fake")(*given).graph
+        for name in ("activate", "activation_gradient"):
+            node = one_of(graph, getattr(torch.ops.hotrain, name).default)
+            assert fusing.unfused(node) == wanted * ROWS * CHANNELS * 4

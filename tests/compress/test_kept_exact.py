@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -61,14 +61,29 @@ class Explicit(nn.Module):
         super().__init__()
         self.inputs, self.out = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 64)
 
+    def projected(self, x: Tensor) -> Iterable[Tensor]:
+        return (layer(x) for layer in self.inputs)
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(*x.shape[:2], 2, 32).transpose(1, 2) for layer in self.inputs)
+        q, k, v = (t.view(*x.shape[:2], 2, 32).transpose(1, 2) for t in self.projected(x))
         scores = (q @ k.transpose(-2, -1) * 32**-0.5).float()  # as autocast on a GPU has it
         y = torch.softmax(scores, -1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def test_what_a_product_copies_is_kept_as_it_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+class Fused(Explicit):
+    """q, k and v are columns of one layer's result, so that none of them is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList([nn.Linear(64, 192)])
+
+    def projected(self, x: Tensor) -> Iterable[Tensor]:
+        return self.inputs[0](x).chunk(3, -1)
+
+
+@pytest.mark.parametrize("kind", [Explicit, Fused])
+def test_what_a_product_copies_is_kept_as_it_reads_it(kind: type[Explicit], monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact training keeps it. Of the view that the copy is of, backward would make another: in VOLO, whose unfolded
     images are such views, kernels of 0.6 of a step's 21.6 ms (H200)."""
     copies: list[int] = []
@@ -90,7 +105,7 @@ def test_what_a_product_copies_is_kept_as_it_reads_it(monkeypatch: pytest.Monkey
 
     torch.manual_seed(0)
     chosen: dict[str, tuple[int, int]] = {}
-    exact, x = Explicit(), torch.randn(16, 49, 64, requires_grad=True)
+    exact, x = kind(), torch.randn(16, 49, 64, requires_grad=True)
     model = copy.deepcopy(exact)
     compiled_by(min_cut_rematerialization_partition, exact)(x).square().sum().backward()
     wanted = [x.grad, *(p.grad for p in exact.parameters())]
@@ -99,7 +114,7 @@ def test_what_a_product_copies_is_kept_as_it_reads_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compiled, "_choose", all_exact)
     hotrain.convert(model, "exact", memory="block")
     compiled_by(compiled.partition, model)(x).square().sum().backward()
-    assert chosen["matmul"] == (3, 3)  # the softmax stays in 8 bits
+    assert chosen["matmul"] == (4, 4)  # three inputs, and the softmax
     assert copies[2:] == copies[:2]
     got, want = (
         torch.cat([t.flatten() for t in ts]) for ts in ([x.grad, *(p.grad for p in model.parameters())], wanted)
@@ -140,7 +155,7 @@ def test_a_softmax_costs_its_logarithms(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what they gain alone."""
+    """All that they gain alone: in a step of Swin-T they gain more."""
     left: list[float] = []
 
     def look(graph: torch.fx.Graph) -> None:
@@ -149,4 +164,4 @@ def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
             left.append(choosing.choose(graph, Roofs(4e12, 7e14), 0.0, spare_ms=1e3)[1])
 
     _joint(monkeypatch, look)
-    assert left[1] - left[0] == pytest.approx(1.0)
+    assert left[1] - left[0] == pytest.approx(2.0)

@@ -51,6 +51,7 @@ _COPIES = (_aten.clone.default, _aten.index.Tensor, _aten.constant_pad_nd.defaul
 _FORWARD = torch.ops.hotrain.norm_forward.default
 _NORMALIZE = torch.ops.hotrain.normalize.default
 _SLOPE = torch.ops.hotrain.activation_gradient.default
+_PACKS = torch.ops.hotrain.keep_codes.default
 _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 
 
@@ -131,8 +132,16 @@ def _unfused_norm_gradient(norm: Node) -> int:
 
 
 def _unfused_activate(node: Node) -> int:
-    x = source_of(node.args[0], is_move)
-    return 2 * bytes_of(x) if _is_formula(x) and len(x.users) == 1 else 0
+    x, y = source_of(node.args[0], is_move), result_of(node, 0)
+    moved = 2 * bytes_of(x) if _is_formula(x) and len(x.users) == 1 else 0
+    # As in a gate. What packs y is counted where it packs.
+    readers = [] if y is None else [t for t in readers_of(y, _is_as_before) if t.target is not _PACKS]
+    return moved + (2 * bytes_of(y) if readers and all(map(_is_formula, readers)) else 0)
+
+
+def _unfused_slope(node: Node) -> int:
+    g = _uncast(source_of(node.args[0]))
+    return 2 * bytes_of(g) if _is_alone(g) else 0
 
 
 def _read_by_formulas(norm: Node, place: int) -> int:
@@ -184,6 +193,7 @@ UNFUSED: dict[Any, Callable[[Node], int]] = {
     _NORMALIZE: _unfused_normalize,
     torch.ops.hotrain.norm_gradient.default: _unfused_norm_gradient,
     torch.ops.hotrain.activate.default: _unfused_activate,
+    _SLOPE: _unfused_slope,
 }
 """Operator → bytes that formulas beside it move more than in exact training."""
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..quantize.integer import wide
-from ..saved import Bits, Grouped, Levels, memory_order
-from .formats import GROUPED, is_static, restored
+from ..saved import Bits, Grouped, Levels
+from .formats import GROUPED, is_one_to_one, is_static, restored
 from .launcher import opaque
 from .slopes import ACTIVATIONS
 
@@ -37,11 +37,11 @@ PACKED = 0  # the number of a tensor that a formula packs
 _sources = itertools.count(PACKED + 1)
 
 
-@opaque("marked(Tensor t, int number) -> Tensor", lambda t, number: t.clone(), inlined=False)
+@opaque("marked(Tensor t, int number) -> Tensor", lambda t, _: t.new_empty_strided(t.shape, t.stride()), inlined=False)
 def _marked(t: Tensor, number: int) -> Tensor:
     """t, by a node that `choosing` finds and removes; an alias would be removed by Inductor before. A custom operator
     must not return its argument: where another partitioner runs, this is a copy."""
-    return t.clone()
+    return t.new_empty_strided(t.shape, t.stride()).copy_(t)
 
 
 def _marking(key: str, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
@@ -90,7 +90,7 @@ def keep(form: Grouped, t: Tensor, least: float | None = None) -> tuple[Tensor, 
     """Pack in forward, by the formula, what `restore` unpacks in backward."""
     if not torch.fx.traceback.has_preserved_node_meta():
         return form.keep(t, least)
-    source = torch.ops.hotrain.marked(t, PACKED) if _is_dense(t) else t
+    source = torch.ops.hotrain.marked(t, PACKED) if _is_marked(t) else t
     with packing():
         return form.keep(source, least)
 
@@ -112,20 +112,20 @@ def repeats(node: Node) -> bool | None:
 
 def source(t: Tensor) -> tuple[Tensor, int | None]:
     """A tensor that is saved approximately, and its number for `in_place_of`; None in eager mode."""
-    if not torch.fx.traceback.has_preserved_node_meta() or not _is_dense(t):
+    if not torch.fx.traceback.has_preserved_node_meta() or not _is_marked(t):
         return t, None
     number = next(_sources)
     return in_place_of(number, t), number
 
 
-def _is_dense(t: Tensor) -> bool:
-    """Whether the marked tensor, a copy for tracers, has t's strides."""
-    return is_static(t) and t.permute(memory_order(t)).is_contiguous()
+def _is_marked(t: Tensor) -> bool:
+    """Whether the marked tensor, a copy for tracers, can have t's strides."""
+    return is_static(t) and is_one_to_one(t)
 
 
 def in_place_of(number: int | None, t: Tensor) -> Tensor:
     """What backward reads in the place of a `source`, of its shape and dtype: `choosing` may put the source there."""
-    if number is None or not _is_dense(t):
+    if number is None or not _is_marked(t):
         return t
     return torch.ops.hotrain.marked(t, number)  # type: ignore[no-any-return]
 
