@@ -116,9 +116,9 @@ def packed_order(t: Tensor) -> list[int]:
     order = memory_order(t)
     if not is_static(t) or t.permute(order).is_contiguous() or not is_one_to_one(t):
         return order
-    long = [axis for axis in range(t.dim()) if t.shape[axis] > 1]
-    by_stride = sorted(long, key=lambda axis: -t.stride(axis))
-    return order if t.stride(by_stride[-1]) != 1 else [axis for axis in order if axis not in long] + by_stride
+    strides = t.stride()
+    long = sorted((axis for axis in order if t.shape[axis] > 1), key=lambda axis: -strides[axis])
+    return order if strides[long[-1]] != 1 else [axis for axis in order if axis not in long] + long
 
 
 def values_in_order(form: str, t: Tensor) -> str:
