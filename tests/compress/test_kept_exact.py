@@ -155,7 +155,7 @@ def test_a_softmax_costs_its_logarithms(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that they gain alone: in a step of Swin-T they gain more."""
+    """Four fifths of what they gain alone."""
     left: list[float] = []
 
     def look(graph: torch.fx.Graph) -> None:
@@ -164,4 +164,4 @@ def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
             left.append(choosing.choose(graph, Roofs(4e12, 7e14), 0.0, spare_ms=1e3)[1])
 
     _joint(monkeypatch, look)
-    assert left[1] - left[0] == pytest.approx(2.0)
+    assert left[1] - left[0] == pytest.approx(1.6)

@@ -1072,3 +1072,31 @@ def test_what_is_no_gated_activation_keeps_its_two_formulas(
     got, want, calls, _ = both_ways(model, x, False, monkeypatch)
     assert calls == 0
     assert difference(got, want) < 1e-6
+
+
+def test_what_a_gate_packs_counts_though_a_layer_reads_it_too(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the layer's input exact, the gate's gradient still reads both codes: no candidate gains their time."""
+    model, x = Gate(nn.SiLU()).to(device).train(), torch.randn(2, 96, WIDTH, device=device)
+    hotrain.convert(model, "exact", memory="block")
+    kept = torch.ops.hotrain.keep_codes.default
+    monkeypatch.setattr(costs, "excess", lambda node, roofs: 1.0 if node.target is kept else 0.0)
+    found: dict[str, float] = {}
+
+    def choose(gm: torch.fx.GraphModule) -> float:
+        gm.graph.eliminate_dead_code()
+        readers = torch.ops.hotrain.gated_gradient.default
+        (gradient,) = gm.graph.find_nodes(op="call_function", target=readers)
+        candidates, fixed = choosing._candidates(gm.graph, ROOFS)
+        found.update({c.what: max(c.ms, found.get(c.what, 0.0)) for c in candidates}, fixed=sum(fixed))
+        of_gate = {choosing.source_of(codes, lambda n: n.target is not kept) for codes in gradient.args[1]}
+        found["gate"] = float(sum(node.target is kept for node in of_gate))
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return math.inf
+
+    monkeypatch.setattr(compiled, "_choose", choose)
+    step(Traced(model).call, model, x, False)
+    assert found["fixed"] == found["gate"] == 2.0
+    assert found["linear (exact product)"] < 1.0

@@ -58,6 +58,7 @@ _OF_GROUPS = 8.0  # times that of reading x: with all codes ResNet-50 takes 0.87
 _OF_ONE_GROUP = 4.0  # without it PoolFormer-S24 takes 0.91 of exact's time, with all codes 1.02
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
+_OF_PADDING = 0.8  # likewise of padded products: with all of it Swin-T takes 1.01 of exact's time, on an H200
 _BY_LOGARITHM = 10.0  # bytes of copies, in the time to pack or unpack an element of a softmax: Swin-T, on an H200
 _BY_HALVES = 0.0  # in the time by which 4 bits that a fused formula unpacks are slower than 16: StarNet, on an H200
 _IN_A_STEP = 1.1  # of the time that packing and unpacking take alone: Swin-T and DeiT-S, on an H200
@@ -124,7 +125,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
         *(_beside(node, roofs) for node in unfused),
         -_behind(graph, roofs),
     ]
-    faster = _TRUST * gains + padding.gain(graph, roofs) + _interpolation(graph, roofs)
+    faster = _TRUST * gains + _OF_PADDING * padding.gain(graph, roofs) + _interpolation(graph, roofs)
     late = sum(spent) - faster - _sums_of_groups(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     all_of.update(map(_norm_name, graph.find_nodes(op="call_function", target=_NORMALIZE)))
@@ -253,8 +254,9 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
         candidate = _attention(graph, node, roofs, readings, others)
         if candidate is not None:
             found.append(candidate)
-    found += [_of_group(group, roofs) for group in _groups(readings)]
-    packed = {keeper for reading in readings for keeper in reading.keepers}
+    groups = _groups(readings)
+    found += [_of_group(group, roofs) for group in groups]
+    packed = {keeper for group in groups for keeper in _own_keepers(group)}
     kept = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_codes.default)
     fixed = [node for target in costs.REPLACING for node in graph.find_nodes(op="call_function", target=target)]
     # What converted layers read was measured with them.
@@ -308,7 +310,11 @@ def _groups(readings: list[Reading]) -> list[list[Reading]]:
     inside = {node for reading in readings for node in (*reading.path, *reading.places)}
     groups: list[list[Reading]] = []
     for reading in readings:
-        packed = {keeper for keeper in reading.keepers if _is_packed(keeper) or _is_read_in(keeper, inside)}
+        packed = {
+            keeper
+            for keeper in reading.keepers
+            if _is_packed(keeper) or (_is_kernel(keeper) and _is_read_in(keeper, inside))
+        }
         mine: list[list[Reading]] = []
         others: list[list[Reading]] = []
         for group in groups:
@@ -318,10 +324,27 @@ def _groups(readings: list[Reading]) -> list[list[Reading]]:
 
 
 def _is_read_in(keeper: Node, inside: set[Node]) -> bool:
-    """Whether these are all that read what a kernel has packed."""
-    return keeper.target is torch.ops.hotrain.keep_codes.default and all(
-        user in inside for part in keeper.users for user in part.users
-    )
+    """Whether these are all that read what was packed, up to the places in backward."""
+    seen, waiting = {keeper}, list(keeper.users)
+    while waiting:
+        node = waiting.pop()
+        if node not in inside:
+            return False
+        if node not in seen and node.target is not _MARKED:
+            seen.add(node)
+            waiting += node.users
+    return True
+
+
+def _own_keepers(group: list[Reading]) -> list[Node]:
+    """Kernels and tensors packed by a formula that pack for nothing else."""
+    inside = {node for reading in group for node in (*reading.path, *reading.places)}
+    keepers = {keeper: None for reading in group for keeper in reading.keepers}
+    return [keeper for keeper in keepers if (_is_kernel(keeper) or _is_packed(keeper)) and _is_read_in(keeper, inside)]
+
+
+def _is_kernel(keeper: Node) -> bool:
+    return keeper.target is torch.ops.hotrain.keep_codes.default
 
 
 def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
@@ -343,14 +366,10 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
         source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
     nbytes += sum(tensors.values())
-    for keeper in {keeper: None for reading in group for keeper in reading.keepers}:
-        by_kernel, by_formula = keeper.target is torch.ops.hotrain.keep_codes.default, _is_packed(keeper)
-        parts = list(keeper.users) if by_kernel else [keeper]
-        if not (by_kernel or by_formula) or any(user not in inside for part in parts for user in part.users):
-            continue
-        if by_kernel:
+    for keeper in _own_keepers(group):
+        if _is_kernel(keeper):
             ms += costs.excess(keeper, roofs)
-            nbytes -= sum(map(numel, parts[:1]))
+            nbytes -= sum(map(numel, list(keeper.users)[:1]))
         else:
             ms += 1e3 * packed * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
