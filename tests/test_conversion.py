@@ -300,7 +300,9 @@ def test_nothing_matched_raises_and_says_why() -> None:
 
 
 def test_a_filter_that_is_no_function_is_named() -> None:
-    with pytest.raises(TypeError, match=r"filter_fn='mlp' is no function; accepted is one of \(module, name\)"):
+    with pytest.raises(TypeError, match=r"is no function of \(module, name\); accepted is one"):
+        hotrain.convert(Net(), filter_fn=lambda module: True)  # type: ignore[arg-type, misc]
+    with pytest.raises(TypeError, match=r"filter_fn='mlp' is no function of \(module, name\); accepted is one"):
         hotrain.convert(Net(), filter_fn="mlp")  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ Linear and convolution of the model appears in the report, as converted, or as e
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -104,9 +105,9 @@ def convert(
             )
         return _follow(model, plan)
     method = as_method(method)
-    if filter_fn is not None and not callable(filter_fn):
+    if filter_fn is not None and not _takes_two(filter_fn):
         raise TypeError(
-            f"hotrain.convert: filter_fn={filter_fn!r} is no function; accepted is one of (module, name), such as "
+            f"hotrain.convert: filter_fn={filter_fn!r} is no function of (module, name); accepted is one, such as "
             "lambda module, name: 'mlp' in name"
         )
     if number not in (numbers := ("auto", None, *NUMBERS)):
@@ -210,6 +211,19 @@ def _no_plan(plan: Any) -> str:
         "is a memory budget, and there is no batch to measure what fits: point = hotrain.frontier(model, batch)"
         f".best({plan!r}) finds the fastest that does, and convert(model, plan=point) takes it"
     )
+
+
+def _takes_two(filter_fn: object) -> bool:
+    """Whether it can be called with a module and a name, as far as its signature says."""
+    if not callable(filter_fn):
+        return False
+    try:
+        inspect.signature(filter_fn).bind(None, "")
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        pass
+    return True
 
 
 def _follow(model: nn.Module, point: Point) -> ConversionReport:
