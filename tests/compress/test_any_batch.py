@@ -35,6 +35,12 @@ def _attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def _halves(x: Tensor, layer: nn.Module) -> Tensor:
+    """Of a tensor of 64 columns, so not dense; a layer reads their product."""
+    one, other = x.chunk(2, -1)
+    return layer(one * other)  # type: ignore[no-any-return]
+
+
 def _curved(x: Tensor, module: nn.Module) -> Tensor:
     """A norm whose gradient is not nearly zero, as that of its square is."""
     return module(x).sigmoid()  # type: ignore[no-any-return]
@@ -50,6 +56,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[..., Tensor], list[nn.Module]]]
     "mish": (ROWS, F.mish, []),
     "gelu": (ROWS, F.gelu, []),
     "gate": (ROWS, lambda x: F.silu(x) * x, []),
+    "halves": (ROWS, _halves, [nn.Linear(32, 32)]),
     "softmax": (ROWS, lambda x: x.softmax(-1), []),
     "attention": ((16, 192), _attention, []),
     "layer norm": (ROWS, _curved, [nn.LayerNorm(64)]),

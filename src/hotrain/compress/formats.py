@@ -139,16 +139,6 @@ def is_static(value: Tensor) -> bool:
     return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
 
 
-def is_one_to_one(value: Tensor) -> bool:
-    """Whether each element of a tensor of static shape has a place of its own in memory."""
-    span = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride < span:
-            return False
-        span += (size - 1) * stride
-    return True
-
-
 def hint(size: Any) -> int:
     """A size as an integer; of a dynamic one, its value when the graph was traced."""
     found = size if isinstance(size, int) else size.node.hint

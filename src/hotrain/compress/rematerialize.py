@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from ..quantize.integer import wide
 from ..saved import Bits, Grouped, Levels
-from .formats import GROUPED, is_one_to_one, is_static, restored
+from .formats import GROUPED, is_static, restored
 from .launcher import opaque
 from .slopes import ACTIVATIONS
 
@@ -119,8 +119,15 @@ def source(t: Tensor) -> tuple[Tensor, int | None]:
 
 
 def _is_marked(t: Tensor) -> bool:
-    """Whether the marked tensor, a copy for tracers, can have t's strides."""
-    return is_static(t) and is_one_to_one(t)
+    """Whether a copy, as tracers take the marked tensor, can have t's strides: each element has its place in memory."""
+    if not is_static(t):
+        return False
+    span = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride < span:
+            return False
+        span += (size - 1) * stride
+    return True
 
 
 def in_place_of(number: int | None, t: Tensor) -> Tensor:

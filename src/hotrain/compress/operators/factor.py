@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...saved import memory_order
 from .. import codes, rematerialize
-from ..formats import GROUPED, is_one_to_one, is_static
+from ..formats import GROUPED
 from ..launcher import is_eager
 from ..rematerialize import in_place_of, is_in_order, is_recipe, make, source
 from .base import Scope, is_large
@@ -108,22 +108,9 @@ def shared(scope: Scope, t: Tensor, form: str) -> tuple[str, list[Tensor | None]
     return (form, []) if known is None else (known.recipe, list(known.tensors))
 
 
-def packed_order(t: Tensor) -> list[int]:
-    """The axes of t as it is packed, in groups along the last one: in the order of memory, where kernels read rows.
-
-    That is `memory_order`, and of a tensor that is not dense, as the heads of a fused projection, its axes by stride.
-    """
-    order = memory_order(t)
-    if not is_static(t) or t.permute(order).is_contiguous() or not is_one_to_one(t):
-        return order
-    strides = t.stride()
-    long = sorted((axis for axis in order if t.shape[axis] > 1), key=lambda axis: -strides[axis])
-    return order if strides[long[-1]] != 1 else [axis for axis in order if axis not in long] + long
-
-
 def values_in_order(form: str, t: Tensor) -> str:
-    """The recipe of codes of t in its `packed_order`, contiguous or channels-last; "" for other memory layouts."""
-    order = packed_order(t)
+    """The recipe of codes of t, contiguous or channels-last; "" for other memory layouts."""
+    order = memory_order(t)
     if order == list(range(t.dim())):
         return rematerialize.values(form, t.shape)
     return rematerialize.values(form, t.shape, image=True) if order == [0, 2, 3, 1] else ""

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...autograd import differentiated_once, not_a_view
-from ...saved import as_it_was
+from ...saved import as_it_was, memory_order
 from .. import rematerialize
 from ..formats import FORMATS, GROUPED
 from ..rematerialize import in_place_of
 from . import gated
 from .base import Handlers, Scope, custom_op, direct, lower, without_autocast
-from .factor import Given, Kept, forms_of, listed, marked, own, pack, packed_order, shared, unpack, values_in_order
+from .factor import Given, Kept, forms_of, listed, marked, own, pack, shared, unpack, values_in_order
 from .linear import replace_linear
 
 
@@ -46,7 +46,7 @@ class Product(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needs_a, needs_b = ctx.needs_input_grad[:2]
         ctx.forms = (a_form if needs_b else "", b_form if needs_a else "")
-        ctx.orders = [packed_order(t) if form in GROUPED else None for t, form in zip((a, b), ctx.forms, strict=True)]
+        ctx.orders = [memory_order(t) if form in GROUPED else None for t, form in zip((a, b), ctx.forms, strict=True)]
         a_kept, b_kept = (
             pack(t if order is None else t.permute(order), form, given)
             for t, order, form, given in zip((a, b), ctx.orders, ctx.forms, (a_given, b_given), strict=True)
