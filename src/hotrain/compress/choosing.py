@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from ..planning import Roofs
 from . import costs, exact_attention, exact_norms, fusing, layer_codes, padding
 from .formats import is_static
-from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, source_of
+from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, renew, source_of
 from .rematerialize import ATTENTION, CUSTOM, OPERATOR, PACKED
 
 _aten = torch.ops.aten
@@ -390,7 +390,9 @@ def _put_back(group: list[Reading]) -> None:
     for reading in group:
         read = _as_read(reading)
         for place in reading.places:
+            users = list(place.users)
             place.replace_all_uses_with(read)
+            renew(users)
 
 
 def _as_read(reading: Reading) -> Node:

@@ -1,10 +1,10 @@
 """Interposition: forward of a converted model in training runs under a TorchFunctionMode with hotrain's operators.
 
-The class of the outermost module, of its children and of each block is exchanged for one that enters the mode: a
-checkpointed block is recomputed outside of the model's forward, and training may call parts in its place. The mode
-replaces PyTorch's functions by the operators of `operators.REGISTRY`. Other functions run unchanged; so do calls with
-arguments that the operators do not support, and the report says why. Nothing here depends on what changes from step to
-step, so that nothing is recompiled.
+The class of the outermost module, and of each block, is exchanged for one that enters the mode. Blocks have their own
+mode because a checkpointed block is recomputed outside of the model's forward. The mode replaces PyTorch's functions by
+the operators of `operators.REGISTRY`. Other functions run unchanged; so do calls with arguments that the operators do
+not support, and the report says why. Nothing here depends on what changes from step to step, so that nothing is
+recompiled.
 """
 
 from __future__ import annotations
@@ -305,9 +305,7 @@ def wrap(model: nn.Module, keeps_pace: bool = False) -> Buffers:
         buffers.record_full("modules of torch.jit.script", "their calls are not PyTorch's; torch.compile them instead")
     # All modules are chosen before any is changed.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    blocks = {model: None} | dict.fromkeys(_blocks(model))
-    # Training may call them in the place of the model, as of an autoencoder.
-    outer = list(blocks | {child: None for child in model.children() if is_block(child)})
+    outer = list(_places(model))
     others = [module for module in modules if not isinstance(module, ComposedRMSNorm)]
     norms = {module: norm for module in others if (norm := composed(module))}
     functions = {module: name for module in modules if (name := _function_of(module))}
@@ -322,8 +320,8 @@ def wrap(model: nn.Module, keeps_pace: bool = False) -> Buffers:
         module.__dict__[ATTRIBUTE] = buffers
     for module in outer:
         module.__dict__.pop(IN_EAGER, None)
-        innermost = not any(other in blocks for other in module.modules() if other is not module)
-        if keeps_pace and module is not model and module in blocks and innermost:
+        innermost = not any(other in outer for other in module.modules() if other is not module)
+        if keeps_pace and module is not model and innermost:
             module.__dict__[IN_EAGER] = TIMED
     return buffers
 
@@ -342,15 +340,16 @@ def unwrap(model: nn.Module) -> None:
         module.__dict__.pop(COMPOSED, None)
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The elements of a model's module lists that are blocks."""
+def _places(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and the elements of its module lists that are blocks."""
+    yield model
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             yield from (child for child in parent.children() if child is not model and is_block(child))
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether an element of a module list, or a model's child, is a block, with a mode or checkpoint of its own."""
+    """Whether an element of a module list is a block, with a mode or checkpoint of its own."""
     return (
         any(True for _ in module.children())
         and "forward" not in module.__dict__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -159,6 +159,26 @@ def called(graph: Graph, before: Node, like: Node, target: Any, *args: Any, **kw
     if made.meta.get(STRIDES) is not None:  # those of `like` are others
         keep_strides(made)
     return made
+
+
+def renew(nodes: Iterable[Node]) -> None:
+    """Give views the strides that their arguments have now, and views of them; a copy's where there is no such view."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        before = value_of(node)
+        if before is None or not is_alias(node):
+            continue
+        try:
+            after = computed(node)
+        except RuntimeError:
+            source: Any = node.args[0]
+            copy = called(node.graph, node, node, _aten.clone.default, source, memory_format=torch.contiguous_format)
+            node.update_arg(0, copy)
+            after = computed(node)
+        if after.stride() != before.stride():
+            node.meta["val"] = after
+            waiting += node.users
 
 
 def keep_strides(node: Node) -> None:

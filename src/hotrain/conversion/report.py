@@ -238,7 +238,7 @@ class ConversionReport:
             return ""
         return (
             "not known, no training step through the model's own forward was seen. Where training calls parts of the "
-            "model that are no children of it, convert each of them: else little is compressed between their layers"
+            "model, convert each of them: else only blocks of a list are compressed between their layers"
         )
 
     def _predict(self, model: nn.Module, example: Example) -> None:
