@@ -110,6 +110,16 @@ def test_revert_leaves_no_trace() -> None:
     hotrain.revert(model)  # a second time does nothing
 
 
+def test_a_slice_of_a_converted_sequential_reverts() -> None:
+    """It is made of the Sequential's class, as where a head is replaced."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    hotrain.convert(model)
+    part = model[:-1]
+    hotrain.revert(part)
+    assert type(part) is nn.Sequential
+    assert [type(module) for module in part] == [nn.Linear, nn.GELU]
+
+
 def test_a_reverted_model_trains_as_one_never_converted() -> None:
     model, twin, x = Net(), Net(), images()
     twin.load_state_dict(model.state_dict())

@@ -333,7 +333,7 @@ def unwrap(model: nn.Module) -> None:
             buffers = module.__dict__.pop(ATTRIBUTE)
             buffers.reverted |= buffers.root is not None and buffers.root() is model
             module.__dict__.pop(IN_EAGER, None)
-            unmix(module, Wrapped)
+        unmix(module, Wrapped)  # also of a slice, which Sequential makes of its own class
         unmix(module, WrappedNorm)
         unmix(module, WrappedFunction)
         module.__dict__.pop(_FUNCTION, None)
