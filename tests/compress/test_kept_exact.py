@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotrain
-from hotrain.compress import choosing, compiled
+from hotrain.compress import choosing, compiled, nodes
 from hotrain.planning import Roofs
 
 # ms that each saves, and its bytes
@@ -165,3 +166,23 @@ def test_padded_products_leave_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _joint(monkeypatch, look)
     assert left[1] - left[0] == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("view", [lambda t: t.transpose(-1, -2), lambda t: t.flatten(0, 1)], ids=["view", "none"])
+def test_views_of_another_memory_layout_are_renewed(view: Callable[[Tensor], Tensor]) -> None:
+    """As where q, columns of a projection, comes in the place of what was unpacked: without a view of it, by a copy."""
+
+    def step(unpacked: Tensor, source: Tensor) -> list[Tensor]:
+        return [view(unpacked), source.cos()]
+
+    dense, heads = torch.randn(4, 6, 8), torch.randn(6, 4, 24)[..., :8].transpose(0, 1)
+    gm = make_fx(step, tracing_mode="fake")(dense, heads)
+    place, source = gm.graph.find_nodes(op="placeholder")
+    users = list(place.users)
+    place.replace_all_uses_with(source)
+    nodes.renew(users)
+    gm.recompile()
+    got, _ = gm(dense, heads)
+    (results,) = gm.graph.output_node().args
+    assert torch.equal(got, view(heads))
+    assert got.stride() == results[0].meta["val"].stride()  # type: ignore[index, union-attr]

@@ -171,7 +171,7 @@ def renew(nodes: Iterable[Node]) -> None:
             continue
         try:
             after = computed(node)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # by version of PyTorch
             source: Any = node.args[0]
             copy = called(node.graph, node, node, _aten.clone.default, source, memory_format=torch.contiguous_format)
             node.update_arg(0, copy)
