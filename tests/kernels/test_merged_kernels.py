@@ -1086,8 +1086,7 @@ def test_what_a_gate_packs_counts_though_a_layer_reads_it_too(
 
     def choose(gm: torch.fx.GraphModule) -> float:
         gm.graph.eliminate_dead_code()
-        readers = torch.ops.hotrain.gated_gradient.default
-        (gradient,) = gm.graph.find_nodes(op="call_function", target=readers)
+        (gradient,) = gm.graph.find_nodes(op="call_function", target=torch.ops.hotrain.gated_gradient.default)
         candidates, fixed = choosing._candidates(gm.graph, ROOFS)
         found.update({c.what: max(c.ms, found.get(c.what, 0.0)) for c in candidates}, fixed=sum(fixed))
         of_gate = {choosing.source_of(codes, lambda n: n.target is not kept) for codes in gradient.args[1]}

@@ -254,9 +254,9 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
         candidate = _attention(graph, node, roofs, readings, others)
         if candidate is not None:
             found.append(candidate)
-    groups = _groups(readings)
-    found += [_of_group(group, roofs) for group in groups]
-    packed = {keeper for group in groups for keeper in _own_keepers(group)}
+    groups = [(group, _own_keepers(group)) for group in _groups(readings)]
+    found += [_of_group(group, keepers, roofs) for group, keepers in groups]
+    packed = {keeper for _, keepers in groups for keeper in keepers}
     kept = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_codes.default)
     fixed = [node for target in costs.REPLACING for node in graph.find_nodes(op="call_function", target=target)]
     # What converted layers read was measured with them.
@@ -347,8 +347,8 @@ def _is_kernel(keeper: Node) -> bool:
     return keeper.target is torch.ops.hotrain.keep_codes.default
 
 
-def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
-    """Tensors that belong together, and all that is read in their place."""
+def _of_group(group: list[Reading], keepers: list[Node], roofs: Roofs) -> Candidate:
+    """Tensors that belong together, all that is read in their place, and what packs for them alone."""
     ms = nbytes = 0.0
     inside = {node for reading in group for node in (*reading.path, *reading.places)}
     is_log = any(node.target is _aten.exp2.default for node in inside)
@@ -366,7 +366,7 @@ def _of_group(group: list[Reading], roofs: Roofs) -> Candidate:
         source = source_of(reading.tensor, is_cast)  # of a tensor and its cast, backward is left one
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
     nbytes += sum(tensors.values())
-    for keeper in _own_keepers(group):
+    for keeper in keepers:
         if _is_kernel(keeper):
             ms += costs.excess(keeper, roofs)
             nbytes -= sum(map(numel, list(keeper.users)[:1]))
