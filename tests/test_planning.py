@@ -197,6 +197,29 @@ def test_what_is_timed_is_a_training_step_of_the_layer(question, weights):
     assert layer.x.grad is None, "grad() and not backward(): nothing is left behind"
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("bias", ["trained", "frozen", "none"])
+def test_a_compiled_exact_layer_reads_its_gradient_for_the_bias(monkeypatch, graphs, bias):
+    """The compiler fuses the sum that PyTorch runs alone: in graphs the sum is a read of g_y, in eager mode timed."""
+    summed = []
+    grad = torch.autograd.grad
+
+    def noted(y, wanted, g):
+        summed.append(any(t.ndim == 1 for t in wanted))
+        return grad(y, wanted, g)
+
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    monkeypatch.setattr(planning, "captured", lambda work: work)
+    monkeypatch.setattr(planning, "_issued", lambda _: 0.0)
+    monkeypatch.setattr(planning, "fastest", lambda works, **_: [work() for work in works] and (1.0, 0.5))
+    question = dataclasses.replace(LINEAR, bias=bias != "none", trains_bias=bias == "trained")
+    exact, converted, _ = planning._measure(question, graphs)
+    read = 1e3 * 2 * 32 * 64 * 4 / 4e12 if graphs and bias == "trained" else 0.0
+    assert (exact, converted) == (pytest.approx(1.0 + read), 0.5)
+    assert summed[-2] == (bias == "trained" and not graphs), "exact, of the last round"
+    assert summed[-1] == (bias == "trained"), "converted: its kernels sum what they read"
+
+
 def test_a_rehearsal_runs_the_layer_once(monkeypatch):
     runs = []
     monkeypatch.setattr(planning._Layer, "run", lambda self, forward: runs.append(forward.__name__))
