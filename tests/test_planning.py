@@ -69,6 +69,14 @@ def test_of_two_equal_times_the_one_with_less_memory_is_chosen(monkeypatch, conv
     assert planning.gain(LINEAR) == pytest.approx(1.0 - converted)
 
 
+@pytest.mark.parametrize(("question", "part"), [(LINEAR, 0.5), (PATCHES, 1.0)])
+def test_half_of_what_a_layer_gains_is_counted_and_all_that_patches_gain(monkeypatch, question, part):
+    """Compiled, patches are multiplied in forward, too: the time is that of other kernels, and not of warm caches."""
+    monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, 0.7, 0.0))
+    assert planning.verdict(question, graphs=True) is None
+    assert planning.gain(question, graphs=True) == pytest.approx(part * 0.3)
+
+
 @pytest.mark.parametrize(("host", "stays"), [(0.5, False), (0.6, True)])
 def test_a_layer_stays_exact_where_the_host_would_be_the_limit(monkeypatch, host, stays):
     """Faster alone, but at more than half of exact's time to issue."""

@@ -23,7 +23,15 @@ from torch.nn import functional as F
 from . import backward, convolution, draws, forward, kernels
 from .casting import autocast, autocast_dtype, autocast_to, outside_autocast
 from .draws import Draws
-from .geometry import channels_last, laid_as, patches, patches_transposed
+from .geometry import (
+    channels_last,
+    is_multiplied,
+    keeps_channels_last,
+    laid_as,
+    patches,
+    patches_transposed,
+    product_of_patches,
+)
 from .layer import Config
 from .layer_record import AmaxHistory, Ran
 from .private import any_autocast, dispatch_modes, is_view
@@ -194,6 +202,7 @@ class Call:
         cast: autocast's dtype, None where it is off.
         layer: whose record is written, and whose amax history the kernels use; None for a function without a layer.
         traced: the words of the history in compiled code, where the work is done by operators.
+        compiled: whether forward is that of compiled code.
         records: of its eager steps, by what differs between them.
     """
 
@@ -202,6 +211,7 @@ class Call:
     cast: torch.dtype | None = None
     layer: Draws | None = None
     traced: Tensor | None = None
+    compiled: bool = False
     records: dict[tuple[str, bool, bool], Ran] = field(default_factory=dict, repr=False)
 
     @property
@@ -421,7 +431,11 @@ class Conv2d(torch.autograd.Function):
         assert geometry is not None
         x_cast, w_cast, b_cast = call.inputs(x, w, b)
         with nullcontext() if call.cast is None else outside_autocast(x):
-            y = geometry.forward(x_cast, w_cast, b_cast)
+            if call.compiled and geometry.cuts and is_multiplied(x_cast, x_cast.dtype):
+                y = product_of_patches(x_cast, w_cast, b_cast)
+                y = y if keeps_channels_last(x_cast, w_cast) else y.contiguous()
+            else:
+                y = geometry.forward(x_cast, w_cast, b_cast)
             packed = call.pack(_tokens(x_cast, call.config), key) if keeps else (None, None)
         _save(ctx, call, key, origin, x, x_cast, w, packed)
         ctx.w_shape, ctx.w_strides = w.shape, w.stride()

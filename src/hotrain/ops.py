@@ -48,7 +48,7 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     """A layer's result; `recipe` and `given` are x's origin, filled in by `compress.interpose`, which sees the call."""
     found = Config.of(config)
-    call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history)
+    call = Call(found, found.layout_of(tuple(x.shape)), autocast_to(x.device.type), traced=history, compiled=True)
     key = None if counter is None else _pinned_key(counter)
     remake = whole if x.device.type in autograd.KERNELS else rematerialize.make
     return autograd.apply(x, w, b, call, key, Origin(recipe, tuple(given), remake, coded) if recipe else None)

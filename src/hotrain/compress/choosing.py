@@ -57,8 +57,7 @@ _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic addi
 _OF_GROUPS = 8.0  # times that of reading x: with all codes ResNet-50 takes 0.87 so, a diffusion UNet 0.84
 _OF_ONE_GROUP = 4.0  # without it PoolFormer-S24 takes 0.91 of exact's time, with all codes 1.02
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
-_TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
-_OF_PADDING = 0.8  # likewise of padded products: with all of it Swin-T takes 1.01 of exact's time, on an H200
+_OF_PADDING = 0.8  # of what padded products gain: with all of it Swin-T takes 1.01 of exact's time, on an H200
 _BY_LOGARITHM = 10.0  # bytes of copies, in the time to pack or unpack an element of a softmax: Swin-T, on an H200
 _BY_HALVES = 0.0  # in the time by which 4 bits that a fused formula unpacks are slower than 16: StarNet, on an H200
 _IN_A_STEP = 1.1  # of the time that packing and unpacking take alone: Swin-T and DeiT-S, on an H200
@@ -125,7 +124,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
         *(_beside(node, roofs) for node in unfused),
         -_behind(graph, roofs),
     ]
-    faster = _TRUST * gains + _OF_PADDING * padding.gain(graph, roofs) + _interpolation(graph, roofs)
+    faster = gains + _OF_PADDING * padding.gain(graph, roofs) + _interpolation(graph, roofs)
     late = sum(spent) - faster - _sums_of_groups(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     all_of.update(map(_norm_name, graph.find_nodes(op="call_function", target=_NORMALIZE)))

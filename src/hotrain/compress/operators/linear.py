@@ -8,6 +8,7 @@ are hotrain's own operators, share the codes of the operator before in the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view
-from ...geometry import laid_out
+from ...casting import autocast_dtype
+from ...geometry import FEW, is_multiplied, keeps_channels_last, laid_out, product_of_patches
 from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
@@ -130,8 +132,8 @@ def _conv2d(
 ) -> Tensor | None:  # fmt: skip
     if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
-    if input.shape[1] < 16 and weight.requires_grad:
-        return None
+    if input.shape[1] < FEW and weight.requires_grad:
+        return _patches(scope, input, weight, bias, pair(stride), padding, pair(dilation), groups)
     if isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
@@ -141,6 +143,26 @@ def _conv2d(
     if made:
         scope.origins.note(input, rematerialize.values(form, input.shape, image=True), *made)
     return y  # type: ignore[no-any-return]
+
+
+def _patches(
+    scope: Scope, x: Tensor, w: Tensor, b: Tensor | None, stride: Sequence[int], padding: Any, dilation: Sequence[int],
+    groups: int,
+) -> Tensor | None:  # fmt: skip
+    """A convolution of an image of few channels, in compiled code, as a product of its patches; None for another."""
+    kernel = [w.shape[2], w.shape[3]]
+    cuts = kernel == list(stride) != [1, 1] and list(dilation) == [1, 1] and groups == 1
+    padded = padding != "valid" if isinstance(padding, str) else any(pair(padding))
+    if not cuts or padded or is_eager(x) or not is_multiplied(x, autocast_dtype(x)):
+        return None
+    if x.shape[2] < kernel[0] or x.shape[3] < kernel[1]:  # PyTorch's error
+        return None
+    twin = product_of_patches(x, w, b)
+    if keeps_channels_last(x, w):
+        return twin
+    y = twin.contiguous()
+    scope.origins.note_twin(y, twin)
+    return y
 
 
 HANDLERS: Handlers = {F.linear: replace_linear, F.conv2d: _conv2d}

@@ -1,0 +1,179 @@
+"""Compiled on a GPU, a convolution that cuts an image of few channels into patches is a product of these: cuDNN has no
+fast kernels for it. The tests do on the CPU what happens on a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+import hotrain
+from hotrain import geometry
+from hotrain.compress import compiled
+
+LAST = torch.channels_last
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu() -> Iterator[None]:
+    torch._dynamo.reset()
+    geometry.LAID_OUT.add("cpu")
+    yield
+    geometry.LAID_OUT.remove("cpu")
+
+
+def with_graphs(model: Any, **options: Any) -> tuple[Any, list[torch.fx.Graph]]:
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=compiled.partition)
+    return torch.compile(model, backend=backend, fullgraph=True, **options), graphs
+
+
+def convolutions(graphs: list[torch.fx.Graph]) -> int:
+    return sum(len(g.find_nodes(op="call_function", target=target)) for g in graphs for target in CONVOLUTIONS)
+
+
+class Net(nn.Module):
+    """Patches, of which the model itself views rows, as PyTorch's result in the default layout lets it."""
+
+    def __init__(self, conv: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.patch, self.norm, self.out = conv, nn.LayerNorm(outputs), nn.Linear(outputs, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.patch(x)
+        rows = maps.view(*maps.shape[:2], -1) if maps.is_contiguous() else maps.flatten(2)
+        return self.out(self.norm(rows.transpose(1, 2))), maps
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 3, 32, 48), id="sizes that patches divide"),
+        pytest.param((2, 3, 35, 50), id="pixels of no patch"),
+        pytest.param((1, 1, 8, 4), id="one patch a line, one channel"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [(4, 4), (8, 2)])
+def test_the_product_is_the_convolution(shape: tuple[int, ...], kernel: tuple[int, int]) -> None:
+    """In float64, of images in both layouts; with its gradients, of pixels of no patch too."""
+    w, b = torch.randn(5, shape[1], *kernel).double(), torch.randn(5).double()
+    for form in (torch.contiguous_format, LAST):
+        x = torch.randn(shape).double().contiguous(memory_format=form)
+        given = [t.clone().requires_grad_() for t in (x, w, b)]
+        y, want = geometry.product_of_patches(*given), F.conv2d(*given, kernel)
+        torch.testing.assert_close(y, want)
+        assert y.is_contiguous(memory_format=LAST)
+        g = torch.randn_like(want)
+        found, wanted = (torch.autograd.grad(t, given, g) for t in (y, want))
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+@pytest.mark.parametrize("cast", [False, True])
+def test_patches_are_multiplied_in_compiled_code(method: str, last: bool, cast: bool) -> None:
+    """Of a converted layer and of an exact one, in 16 bits by autocast or all along, in the layout of the model."""
+    net = Net(nn.Conv2d(3, 32, 8, 8), 32)
+    x = torch.randn(4, 3, 96, 64)
+    if last:
+        net, x = net.to(memory_format=LAST), x.contiguous(memory_format=LAST)
+    if not cast:
+        net, x = net.bfloat16(), x.bfloat16()
+    exact = copy.deepcopy(net)
+    hotrain.convert(net, method, memory="block")
+    run, graphs = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        y, maps = run(x)
+        want, want_maps = exact(x)
+        g = torch.randn_like(want)
+        y.backward(g)
+        want.backward(g)
+    assert len(graphs) == 2
+    assert convolutions(graphs) == 0
+    # Both round a float32 sum to bfloat16, of 8 bits: half a step each, of the largest entries.
+    torch.testing.assert_close(maps, want_maps, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(y, want, rtol=2**-6, atol=2**-5)
+    assert [t.stride() for t in (y, maps)] == [t.stride() for t in (want, want_maps)]
+    of, exacts = dict(net.named_parameters()), dict(exact.named_parameters())
+    for name in ("patch.weight", "patch.bias"):
+        error = (of[name].grad - exacts[name].grad).norm() / exacts[name].grad.norm()
+        assert error < (0.1 if method == "hq8" else 0.06), name  # of 8-bit codes of both; of a norm's 4-bit codes
+        assert of[name].grad.stride() == exacts[name].grad.stride()
+
+
+def _stem(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(**{"in_channels": 3, "out_channels": 32, "kernel_size": 8, "stride": 8} | options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(_stem(stride=4), id="patches that overlap"),
+        pytest.param(_stem(kernel_size=4), id="patches with pixels between them"),
+        pytest.param(_stem(padding=4), id="padded"),
+        pytest.param(_stem(kernel_size=7, padding="same", stride=1), id="padded, by a word"),
+        pytest.param(_stem(dilation=2), id="pixels apart from each other"),
+        pytest.param(_stem(groups=3, out_channels=48), id="groups"),
+        pytest.param(_stem(kernel_size=1, stride=1), id="one pixel"),
+        pytest.param(_stem(kernel_size=1, stride=2), id="one pixel of four"),
+        pytest.param(_stem(in_channels=16), id="as many channels as cuDNN needs"),
+    ],
+)
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+def test_others_stay_convolutions(make: Callable[[], nn.Module], method: str) -> None:
+    conv = make()
+    net = Net(conv, conv.out_channels)  # type: ignore[arg-type]
+    hotrain.convert(net, method, memory="block", filter_fn=lambda _, name: name == "patch")
+    run, graphs = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(torch.randn(4, conv.in_channels, 64, 64))[0].sum().backward()  # type: ignore[arg-type]
+    assert convolutions(graphs[:1]) == 1
+
+
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+def test_in_eager_mode_and_in_float32_they_are_convolutions_to_the_bit(method: str) -> None:
+    net = Net(nn.Conv2d(3, 32, 8, 8), 32)
+    exact = copy.deepcopy(net)
+    hotrain.convert(net, method, memory="block")
+    x = torch.randn(4, 3, 96, 64)
+    run, graphs = with_graphs(net)
+    assert torch.equal(run(x)[1], exact(x)[1])
+    assert convolutions(graphs[:1]) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net(x)[1], exact(x)[1])
+
+
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+def test_batches_and_sizes_may_change(method: str) -> None:
+    """Of one graph: patches are cut by symbolic sizes."""
+    net = Net(nn.Conv2d(3, 32, 4, 4), 32)
+    exact = copy.deepcopy(net)
+    hotrain.convert(net, method, memory="block")
+    run, _ = with_graphs(net, dynamic=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        for shape in ((4, 3, 96, 64), (6, 3, 66, 83)):
+            x = torch.randn(shape)
+            y, maps = run(x)
+            y.float().square().mean().backward()
+            torch.testing.assert_close(maps, exact(x)[1], rtol=2**-7, atol=2**-7)
+
+
+def test_an_image_smaller_than_a_patch_is_refused_by_pytorch() -> None:
+    net = Net(nn.Conv2d(3, 512, 64, 64), 512)
+    hotrain.convert(net, "exact", memory="block")
+    run, _ = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"(?i)kernel size"):
+        run(torch.randn(32, 3, 60, 64))
