@@ -228,6 +228,30 @@ def test_a_compiled_exact_layer_reads_its_gradient_for_the_bias(monkeypatch, gra
     assert summed[-1] == (bias == "trained"), "converted: its kernels sum what they read"
 
 
+HALVES = dataclasses.replace(PATCHES, dtype=torch.bfloat16, weights=torch.bfloat16, needs_x=False)
+
+
+@pytest.mark.parametrize(
+    ("question", "gained"),
+    [
+        (HALVES, 0.75),
+        (PATCHES, 0.0),  # of float32
+        (dataclasses.replace(HALVES, trained=False), 0.0),
+        (dataclasses.replace(HALVES, x=(2, 16, 16, 16), w=(32, 16, 4, 4)), 0.0),  # of channels that cuDNN knows
+        (dataclasses.replace(HALVES, geometry=Geometry((4, 4), (2, 2), (0, 0), (1, 1), 1, "zeros")), 0.0),
+        (dataclasses.replace(LINEAR, dtype=torch.bfloat16, weights=torch.bfloat16), 0.0),
+    ],
+)
+def test_what_patches_gain_as_a_product_is_measured_once(monkeypatch, question, gained):
+    """Of an exact layer, the convolution against the product: both are run, with their gradients."""
+    asked = []
+    monkeypatch.setattr(planning, "_of_patches", {})
+    monkeypatch.setattr(planning, "captured", lambda work: work)
+    monkeypatch.setattr(planning, "fastest", lambda works: [asked.append(work()) for work in works] and (1.0, 0.25))
+    assert [planning.gain_of_patches(question) for _ in range(2)] == [gained] * 2
+    assert len(asked) == (2 if gained else 0)
+
+
 def test_a_rehearsal_runs_the_layer_once(monkeypatch):
     runs = []
     monkeypatch.setattr(planning._Layer, "run", lambda self, forward: runs.append(forward.__name__))

@@ -27,12 +27,13 @@ from torch.nn import functional as F
 
 from . import autograd
 from .casting import autocast
-from .geometry import Geometry
+from .geometry import FEW, Geometry, product_of_patches
 from .layer import Config
 from .method import Method
 from .private import default_store
 from .transform.tokens import Grid
 
+PATCHES = "patches"  # in the place of a layer's configuration: an exact one, as a product of its patches
 _ROUNDS, _MOST_ROUNDS = 5, 40
 _SAME = 1.02  # the ratio of two times that count as equal
 _TRUST = 0.5  # in what layers gain: alone on the device they gain more than in a step
@@ -41,6 +42,7 @@ _ISSUING = 0.5  # of exact's time: the most that the host may need to issue a co
 
 _roofs: dict[torch.device, Roofs] = {}
 _times: dict[tuple[Question, bool], tuple[float, float, float] | None] = {}
+_of_patches: dict[Question, float] = {}
 _rehearsed: set[Question] = set()
 
 
@@ -100,6 +102,12 @@ class Question:
     @property
     def outputs(self) -> int:
         return self.w[1 if self.transposed else 0]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether compiled code computes the exact layer as a product of patches (`geometry.is_multiplied`)."""
+        cuts = self.geometry is not None and self.geometry.cuts and self.trained
+        return cuts and self.x[1] < FEW and self.dtype.itemsize == 2
 
     @property
     def key(self) -> str:
@@ -208,6 +216,31 @@ def gain(question: Question, graphs: bool = False) -> float:
     return ms if ms < 0 or multiplied else _TRUST * ms
 
 
+def gain_of_patches(question: Question) -> float:
+    """ms of a compiled step by which an exact layer that cuts patches is faster by `geometry.product_of_patches`.
+
+    Measured once per process and question; 0 for other layers, and where it cannot be measured.
+    """
+    if not question.multiplies or torch.cuda.is_current_stream_capturing():
+        return 0.0
+    if question not in _of_patches:
+        try:
+            layer = _Layer(question)
+            with layer.mode():
+                works: list[Callable[[], object]] = [
+                    lambda: layer.run(layer.exact, bias=False),
+                    lambda: layer.run(layer.multiplied, bias=False),
+                ]
+                for work in works:
+                    work()
+                exact, multiplied = fastest([captured(work) for work in works])
+            own = max(exact - multiplied, 0.0)
+        except torch.OutOfMemoryError:
+            own = 0.0
+        _of_patches[question] = agreed(f"patches {question.key}", own)
+    return _of_patches[question]
+
+
 def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> str | None:
     """Why the layer stays exact, with the two times; None where it is faster converted, or equal: it saves memory.
 
@@ -308,6 +341,10 @@ class _Layer:
             b = None if self.b is None else autocast(self.b)
             return self.q.geometry.forward(autocast(self.x), autocast(self.w), b)
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
+
+    def multiplied(self) -> Tensor:
+        b = None if self.b is None else autocast(self.b)
+        return product_of_patches(autocast(self.x), autocast(self.w), b)
 
     def converted(self) -> Tensor:
         return autograd.apply(self.x, self.w, self.b, self.call, 1)

@@ -81,6 +81,16 @@ def test_the_product_is_the_convolution(shape: tuple[int, ...], kernel: tuple[in
         torch.testing.assert_close(found, wanted)
 
 
+def test_of_a_video_too() -> None:
+    """Patches of two images and 3×2 pixels, of sizes that they do not divide."""
+    x, w, b = torch.randn(2, 3, 5, 9, 8), torch.randn(7, 3, 2, 3, 2), torch.randn(7)
+    given = [t.double().requires_grad_() for t in (x, w, b)]
+    y, want = geometry.product_of_patches(*given), F.conv3d(*given, (2, 3, 2))
+    torch.testing.assert_close(y, want)
+    g = torch.randn_like(want)
+    torch.testing.assert_close(*(torch.autograd.grad(t, given, g) for t in (y, want)))
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("method", ["hq8", "exact"])
 @pytest.mark.parametrize("cast", [False, True])
@@ -112,6 +122,32 @@ def test_patches_are_multiplied_in_compiled_code(method: str, last: bool, cast: 
         error = (of[name].grad - exacts[name].grad).norm() / exacts[name].grad.norm()
         assert error < (0.1 if method == "hq8" else 0.06), name  # of 8-bit codes of both; of a norm's 4-bit codes
         assert of[name].grad.stride() == exacts[name].grad.stride()
+
+
+@pytest.mark.parametrize("spelled", [{}, {"padding": "valid"}, {"padding": (0, 0, 0), "dilation": (1, 1, 1)}])
+@pytest.mark.parametrize("last", [False, True])
+def test_patches_of_a_video_are_multiplied(spelled: dict[str, Any], last: bool) -> None:
+    """As VideoMAE and V-JEPA begin."""
+    net = Net(nn.Conv3d(3, 32, (2, 8, 8), (2, 8, 8), **spelled), 32)
+    x = torch.randn(2, 3, 4, 64, 48)
+    if last:
+        net.patch, x = (t.to(memory_format=torch.channels_last_3d) for t in (net.patch, x))
+    exact = copy.deepcopy(net)
+    hotrain.convert(net, "exact", memory="block")
+    run, graphs = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, maps = run(x)
+        want, want_maps = exact(x)
+        g = torch.randn_like(want)
+        y.backward(g)
+        want.backward(g)
+    assert convolutions(graphs) == 0
+    torch.testing.assert_close(maps, want_maps, rtol=2**-7, atol=2**-7)
+    assert maps.stride() == want_maps.stride()
+    for name in ("weight", "bias"):
+        mine, other = (getattr(model.patch, name).grad for model in (net, exact))
+        assert (mine - other).norm() < 0.06 * other.norm(), name  # of a norm's 4-bit codes
+        assert mine.stride() == other.stride()
 
 
 def _stem(**options: Any) -> Callable[[], nn.Module]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..planning import Roofs
+from ..planning import PATCHES, Roofs
 from . import costs, exact_attention, exact_norms, fusing, layer_codes, padding
 from .formats import is_static
 from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, renew, source_of
@@ -51,6 +51,7 @@ _NAMES = {
     _aten.addmm.default: "linear (exact product)",
     _aten.bmm.default: "matmul",
 }
+_OF_PATCHES = [0, 2, 4, 1, 3, 5]  # the order of an image's axes that cuts it, of `geometry.product_of_patches`
 _NORMALIZE, _FORMULA = torch.ops.hotrain.normalize.default, "mul"
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
@@ -139,7 +140,7 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
 
 
 def layers(graph: Graph) -> list[tuple[Any, ...]]:
-    """The converted layers of a joint graph, each as `nn.state.LayerState.gain` names it.
+    """The converted layers of a joint graph, and images cut into patches, each as `nn.state.LayerState.gain` names it.
 
     A model may be several graphs (DistributedDataParallel cuts it into its buckets, a graph break where it is), and
     each has the time alone that its own layers gain.
@@ -153,6 +154,10 @@ def layers(graph: Graph) -> list[tuple[Any, ...]]:
             if is_static(g_y):
                 sizes = (g_y.shape[:-1].numel(), place) if isinstance(place, int) else place
                 found.append((config, *sizes, g_y.shape[-1], needs[1]))
+    for node in graph.find_nodes(op="call_function", target=_aten.permute.default):
+        if list(node.args[1]) == _OF_PATCHES and is_static(node.meta["val"]):  # type: ignore[arg-type]
+            *tokens, channels, height, width = node.meta["val"].shape
+            found.append((PATCHES, math.prod(tokens), channels * height * width))
     return found
 
 

@@ -262,10 +262,14 @@ class LayerState:
 
     def gain(self) -> tuple[tuple[Any, ...], float]:
         """The layer as `compress.choosing.layers` finds it in a graph, and the ms of a compiled step that it is faster
-        converted, where its plan has measured it."""
-        if self.fallback is not None or self.asked is None:
+        converted, where its plan has measured it; of an exact one, that its patches are faster as a product."""
+        q = self.asked
+        if q is None or (self.fallback is not None and not q.multiplies):
             return (), 0.0
-        return self.traced, planning.gain(self.asked, graphs=self.plan == "graphs")
+        if self.fallback is not None and q.geometry is not None:
+            tokens = q.x[0] * math.prod(q.geometry.output_size(*q.x[-2:]))
+            return (planning.PATCHES, tokens, q.columns), planning.gain_of_patches(q)
+        return self.traced, planning.gain(q, graphs=self.plan == "graphs")
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):

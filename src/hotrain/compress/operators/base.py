@@ -132,8 +132,13 @@ def is_channels_last(t: Tensor) -> bool:
 
 def pair(value: Any) -> list[int]:
     """A number or a pair of numbers of PyTorch's functions for images, as a pair."""
-    numbers = list(value) if isinstance(value, tuple | list) else [value]
-    return numbers * 2 if len(numbers) == 1 else numbers
+    return numbers(value, 2)
+
+
+def numbers(value: Any, axes: int) -> list[int]:
+    """A number, or one of each axis, of PyTorch's functions for images and videos, as a list of `axes`."""
+    given = list(value) if isinstance(value, tuple | list) else [value]
+    return given * axes if len(given) == 1 else given
 
 
 def uncompressed(what: str, why: str) -> Callable[..., None]:

@@ -8,7 +8,6 @@ are hotrain's own operators, share the codes of the operator before in the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from .base import (
     is_channels_last,
     is_large,
     lower,
+    numbers,
     pair,
     wants_gradient,
     without_autocast,
@@ -133,7 +133,7 @@ def _conv2d(
     if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
     if input.shape[1] < FEW and weight.requires_grad:
-        return _patches(scope, input, weight, bias, pair(stride), padding, pair(dilation), groups)
+        return _patches(scope, input, weight, bias, stride, padding, dilation, groups)
     if isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
@@ -145,24 +145,35 @@ def _conv2d(
     return y  # type: ignore[no-any-return]
 
 
-def _patches(
-    scope: Scope, x: Tensor, w: Tensor, b: Tensor | None, stride: Sequence[int], padding: Any, dilation: Sequence[int],
-    groups: int,
+def _conv3d(
+    scope: Scope, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    """A convolution of an image of few channels, in compiled code, as a product of its patches; None for another."""
-    kernel = [w.shape[2], w.shape[3]]
-    cuts = kernel == list(stride) != [1, 1] and list(dilation) == [1, 1] and groups == 1
-    padded = padding != "valid" if isinstance(padding, str) else any(pair(padding))
+    plain = is_large(input) and input.dim() == 5 and type(weight) in PLAIN and weight.requires_grad
+    return _patches(scope, input, weight, bias, stride, padding, dilation, groups) if plain else None
+
+
+def _patches(
+    scope: Scope, x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor | None:
+    """A convolution of an image or a video of few channels, in compiled code, as a product of its patches; None for
+    another."""
+    kernel = list(w.shape[2:])
+    axes = len(kernel)
+    strides, apart = (numbers(value, axes) for value in (stride, dilation))
+    cuts = strides == kernel and max(kernel) > 1 and max(apart) == 1 and groups == 1
+    padded = padding != "valid" if isinstance(padding, str) else any(numbers(padding, axes))
     if not cuts or padded or is_eager(x) or not is_multiplied(x, autocast_dtype(x)):
         return None
-    if x.shape[2] < kernel[0] or x.shape[3] < kernel[1]:  # PyTorch's error
-        return None
+    if x.shape[1] != w.shape[1] or any(size < width for size, width in zip(x.shape[2:], kernel, strict=True)):
+        return None  # PyTorch's error
     twin = product_of_patches(x, w, b)
     if keeps_channels_last(x, w):
         return twin
     y = twin.contiguous()
-    scope.origins.note_twin(y, twin)
+    if y.dim() == 4:
+        scope.origins.note_twin(y, twin)
     return y
 
 
-HANDLERS: Handlers = {F.linear: replace_linear, F.conv2d: _conv2d}
+HANDLERS: Handlers = {F.linear: replace_linear, F.conv2d: _conv2d, F.conv3d: _conv3d}
