@@ -431,9 +431,9 @@ class Conv2d(torch.autograd.Function):
         assert geometry is not None
         x_cast, w_cast, b_cast = call.inputs(x, w, b)
         with nullcontext() if call.cast is None else outside_autocast(x):
-            if call.compiled and geometry.cuts and is_multiplied(x_cast, x_cast.dtype):
-                y = product_of_patches(x_cast, w_cast, b_cast)
-                y = y if keeps_channels_last(x_cast, w_cast) else y.contiguous()
+            if call.compiled and geometry.cuts and is_multiplied(x_cast, w_cast, b_cast):
+                last = keeps_channels_last(x_cast, w_cast)
+                y = not_a_view(product_of_patches(patches(x_cast, geometry), w_cast, b_cast, last))
             else:
                 y = geometry.forward(x_cast, w_cast, b_cast)
             packed = call.pack(_tokens(x_cast, call.config), key) if keeps else (None, None)

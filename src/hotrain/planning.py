@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from . import autograd
 from .casting import autocast
-from .geometry import FEW, Geometry, product_of_patches
+from .geometry import FEW, Geometry, keeps_channels_last, product_of_patches, rows_of_patches
 from .layer import Config
 from .method import Method
 from .private import default_store
@@ -343,8 +343,8 @@ class _Layer:
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
     def multiplied(self) -> Tensor:
-        b = None if self.b is None else autocast(self.b)
-        return product_of_patches(autocast(self.x), autocast(self.w), b)
+        x, w, b = autocast(self.x), autocast(self.w), None if self.b is None else autocast(self.b)
+        return product_of_patches(rows_of_patches(x, w.shape[2:]), w, b, keeps_channels_last(x, w))
 
     def converted(self) -> Tensor:
         return autograd.apply(self.x, self.w, self.b, self.call, 1)

@@ -83,7 +83,9 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     assert sorted(found) == sorted(map(float, gains))
 
 
-def test_an_exact_layer_that_is_multiplied_has_its_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_layer_that_is_multiplied_has_its_gain(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Patches of 3 channels, in 16 bits, as a product of 128 tokens by 48 columns: 1 ms of each of two equal layers."""
     asked: list[planning.Question] = []
     found: list[float] = []
@@ -111,7 +113,9 @@ def test_an_exact_layer_that_is_multiplied_has_its_gain(monkeypatch: pytest.Monk
             y = self.patches(x) + self.others(x) + self.narrow(x)
             return self.out(y.flatten(2).transpose(1, 2))
 
-    monkeypatch.setattr(geometry, "LAID_OUT", {"cpu"})
+    laid_out = geometry.LAID_OUT.copy()
+    request.addfinalizer(lambda: (geometry.LAID_OUT.clear(), geometry.LAID_OUT.update(laid_out)))
+    geometry.LAID_OUT.add("cpu")
     monkeypatch.setattr(LayerState, "_question", question)
     monkeypatch.setattr(LayerState, "_why_exact", lambda *_: "slower")
     monkeypatch.setattr(planning, "gain_of_patches", gain)

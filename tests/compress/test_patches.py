@@ -45,6 +45,11 @@ def convolutions(graphs: list[torch.fx.Graph]) -> int:
     return sum(len(g.find_nodes(op="call_function", target=target)) for g in graphs for target in CONVOLUTIONS)
 
 
+def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    rows = geometry.rows_of_patches(x, w.shape[2:])
+    return geometry.product_of_patches(rows, w, b, geometry.keeps_channels_last(x, w))
+
+
 class Net(nn.Module):
     """Patches, of which the model itself views rows, as PyTorch's result in the default layout lets it."""
 
@@ -73,9 +78,9 @@ def test_the_product_is_the_convolution(shape: tuple[int, ...], kernel: tuple[in
     for form in (torch.contiguous_format, LAST):
         x = torch.randn(shape).double().contiguous(memory_format=form)
         given = [t.clone().requires_grad_() for t in (x, w, b)]
-        y, want = geometry.product_of_patches(*given), F.conv2d(*given, kernel)
+        y, want = product(*given), F.conv2d(*given, kernel)
         torch.testing.assert_close(y, want)
-        assert y.is_contiguous(memory_format=LAST)
+        assert y.stride() == want.stride()
         g = torch.randn_like(want)
         found, wanted = (torch.autograd.grad(t, given, g) for t in (y, want))
         torch.testing.assert_close(found, wanted)
@@ -85,7 +90,7 @@ def test_of_a_video_too() -> None:
     """Patches of two images and 3×2 pixels, of sizes that they do not divide."""
     x, w, b = torch.randn(2, 3, 5, 9, 8), torch.randn(7, 3, 2, 3, 2), torch.randn(7)
     given = [t.double().requires_grad_() for t in (x, w, b)]
-    y, want = geometry.product_of_patches(*given), F.conv3d(*given, (2, 3, 2))
+    y, want = product(*given), F.conv3d(*given, (2, 3, 2))
     torch.testing.assert_close(y, want)
     g = torch.randn_like(want)
     torch.testing.assert_close(*(torch.autograd.grad(t, given, g) for t in (y, want)))
@@ -213,3 +218,89 @@ def test_an_image_smaller_than_a_patch_is_refused_by_pytorch() -> None:
     run, _ = with_graphs(net)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"(?i)kernel size"):
         run(torch.randn(32, 3, 60, 64))
+
+
+class Then(nn.Module):
+    def __init__(self, conv: nn.Module, then: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.then = conv, then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.conv, x)
+
+
+def _halved(conv: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = conv(x)
+    y[:, :16] *= 0.5
+    return y
+
+
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("size", [64, 8])
+@pytest.mark.parametrize("then", [lambda conv, x: conv(x).relu_(), lambda conv, x: nn.SiLU(True)(conv(x)), _halved])
+def test_the_result_may_be_written_to(method: str, last: bool, size: int, then: Any) -> None:
+    """It is no view of what was multiplied; of one patch an image, too, where no copy is made."""
+    net = Then(nn.Conv2d(3, 32, 8, 8), then)
+    x = torch.randn(4096 // size, 3, size, size)
+    if last:
+        net, x = net.to(memory_format=LAST), x.contiguous(memory_format=LAST)
+    exact = copy.deepcopy(net)
+    hotrain.convert(net, method, memory="block", filter_fn=lambda *_: True)
+    run, graphs = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, want = run(x), exact(x)
+        y.float().square().sum().backward()
+    assert convolutions(graphs) == 0
+    torch.testing.assert_close(y, want, rtol=2**-7, atol=2**-7)
+    assert y.stride() == want.stride()
+
+
+@pytest.mark.parametrize("method", ["hq8", "exact"])
+@pytest.mark.parametrize("what", ["a lower image", "a bias of one", "a bias of a row", "other channels"])
+def test_what_pytorch_refuses_is_refused(method: str, what: str) -> None:
+    """A product would give an empty result, or broadcast the bias."""
+    conv, x = nn.Conv2d(3, 32, 16, 16), torch.randn(32, 3, 64, 64)
+    if what == "a lower image":
+        x = torch.randn(32, 3, 8, 256)
+    elif what == "other channels":
+        x = torch.randn(32, 4, 64, 64)
+    else:
+        conv.bias = nn.Parameter(torch.zeros(1 if what == "a bias of one" else (1, 32)))
+    net = Then(conv, lambda conv, x: conv(x))
+    hotrain.convert(net, method, memory="block", filter_fn=lambda *_: True)
+    run, _ = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises((RuntimeError, ValueError), match=r"size|bias|channels"):
+        run(x)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_sizes_that_change_are_compiled_as_often_as_without_hotrain(marked: bool) -> None:
+    """Which pixels belong to no patch would be guarded."""
+    counts = []
+    for method in (None, "exact"):
+        torch._dynamo.reset()
+        net = Then(nn.Conv2d(3, 32, 8, 8), lambda conv, x: conv(x).flatten(2))
+        if method is not None:
+            hotrain.convert(net, method, memory="block")
+        run, graphs = with_graphs(net)
+        for shape in ((4, 3, 96, 64), (6, 3, 99, 70), (2, 3, 128, 128), (5, 3, 120, 75), (7, 3, 75, 120)):
+            x = torch.randn(shape)
+            if marked:
+                for axis in (0, 2, 3):
+                    torch._dynamo.mark_dynamic(x, axis)
+            with torch.autocast("cpu", torch.bfloat16):
+                run(x).float().sum().backward()
+        counts.append(len(graphs))
+    assert counts[0] == counts[1]
+
+
+def test_a_gradient_has_its_parameters_strides() -> None:
+    """Of one channel, where PyTorch takes those of a contiguous gradient for equal."""
+    net = Then(nn.Conv2d(1, 32, 8, 8), lambda conv, x: conv(x)).to(memory_format=LAST)
+    hotrain.convert(net, "exact", memory="block")
+    run, graphs = with_graphs(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(torch.randn(32, 1, 64, 64)).float().square().sum().backward()
+    assert convolutions(graphs) == 0
+    assert net.conv.weight.grad.stride() == net.conv.weight.stride()  # type: ignore[union-attr]

@@ -16,7 +16,16 @@ from torch.nn import functional as F
 
 from ...autograd import differentiated_once, not_a_view
 from ...casting import autocast_dtype
-from ...geometry import FEW, is_multiplied, keeps_channels_last, laid_out, product_of_patches
+from ...geometry import (
+    FEW,
+    LAID_OUT,
+    is_multiplied,
+    keeps_channels_last,
+    laid_as,
+    laid_out,
+    product_of_patches,
+    rows_of_patches,
+)
 from ...private import memory_format_of
 from .. import rematerialize
 from ..eager import PLAIN
@@ -99,6 +108,32 @@ class Conv2d(torch.autograd.Function):
         return g_x, g_w, g_b, *[None] * 6
 
 
+@differentiated_once("conv2d")
+class Patches(torch.autograd.Function):
+    """`product_of_patches`, of an image without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        rows = rows_of_patches(x, w.shape[2:])
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None)
+        ctx.of_w = w.shape, w.stride()
+        return not_a_view(product_of_patches(rows, w, b, keeps_channels_last(x, w)))
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,), (shape, strides) = ctx.saved_tensors, ctx.of_w
+        _, needs_w, needs_b = ctx.needs_input_grad
+        g = g_y.movedim(1, -1).reshape(-1, shape[0])
+        g_w = laid_as((g.T @ rows.flatten(0, -2)).view(shape), strides) if needs_w else None
+        return None, g_w, g.sum(0) if needs_b else None
+
+
+def _cut_or_convolved(x: Tensor, w: Tensor, b: Tensor | None, stride: list[int]) -> Tensor:
+    if is_multiplied(x, w, b) and not x.requires_grad:
+        return Patches.apply(x, w, b)  # type: ignore[no-any-return]
+    return (F.conv2d if len(stride) == 2 else F.conv3d)(x, w, b, stride)
+
+
 linear = custom_op(
     "kept_linear(Tensor x, Tensor w, Tensor? b, str form, Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Linear.apply), lower),
@@ -109,6 +144,11 @@ conv2d = custom_op(
     "Tensor?[] given) -> (Tensor, Tensor[])",
     without_autocast(listed(Conv2d.apply), lower),
     listed(direct(Conv2d)),
+)
+
+
+patches = custom_op(
+    "patches(Tensor x, Tensor w, Tensor? b, int[] stride) -> Tensor", without_autocast(_cut_or_convolved, lower)
 )
 
 
@@ -133,7 +173,7 @@ def _conv2d(
     if not (is_large(input) and input.dim() == 4 and wants_gradient(input, weight) and type(weight) in PLAIN):
         return None
     if input.shape[1] < FEW and weight.requires_grad:
-        return _patches(scope, input, weight, bias, stride, padding, dilation, groups)
+        return _patches(input, weight, bias, stride, padding, dilation, groups)
     if isinstance(padding, str):
         scope.buffers.record_full("conv2d", f"padding={padding!r}; only numbers are supported")
         return None
@@ -150,11 +190,11 @@ def _conv3d(
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
     plain = is_large(input) and input.dim() == 5 and type(weight) in PLAIN and weight.requires_grad
-    return _patches(scope, input, weight, bias, stride, padding, dilation, groups) if plain else None
+    return _patches(input, weight, bias, stride, padding, dilation, groups) if plain else None
 
 
 def _patches(
-    scope: Scope, x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor | None:
     """A convolution of an image or a video of few channels, in compiled code, as a product of its patches; None for
     another."""
@@ -163,17 +203,9 @@ def _patches(
     strides, apart = (numbers(value, axes) for value in (stride, dilation))
     cuts = strides == kernel and max(kernel) > 1 and max(apart) == 1 and groups == 1
     padded = padding != "valid" if isinstance(padding, str) else any(numbers(padding, axes))
-    if not cuts or padded or is_eager(x) or not is_multiplied(x, autocast_dtype(x)):
+    if not cuts or padded or is_eager(x) or x.device.type not in LAID_OUT or autocast_dtype(x).itemsize != 2:
         return None
-    if x.shape[1] != w.shape[1] or any(size < width for size, width in zip(x.shape[2:], kernel, strict=True)):
-        return None  # PyTorch's error
-    twin = product_of_patches(x, w, b)
-    if keeps_channels_last(x, w):
-        return twin
-    y = twin.contiguous()
-    if y.dim() == 4:
-        scope.origins.note_twin(y, twin)
-    return y
+    return patches(x, w, b, kernel)  # type: ignore[no-any-return]
 
 
 HANDLERS: Handlers = {F.linear: replace_linear, F.conv2d: _conv2d, F.conv3d: _conv3d}
