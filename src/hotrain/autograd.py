@@ -431,12 +431,13 @@ class Conv2d(torch.autograd.Function):
         assert geometry is not None
         x_cast, w_cast, b_cast = call.inputs(x, w, b)
         with nullcontext() if call.cast is None else outside_autocast(x):
-            if call.compiled and geometry.cuts and is_multiplied(x_cast, w_cast, b_cast):
-                last = keeps_channels_last(x_cast, w_cast)
-                y = not_a_view(product_of_patches(patches(x_cast, geometry), w_cast, b_cast, last))
+            multiplied = call.compiled and geometry.cuts and is_multiplied(x_cast, w_cast, b_cast)
+            tokens = _tokens(x_cast, call.config) if multiplied or keeps else x_cast
+            if multiplied:
+                y = not_a_view(product_of_patches(tokens, w_cast, b_cast, keeps_channels_last(x_cast, w_cast)))
             else:
                 y = geometry.forward(x_cast, w_cast, b_cast)
-            packed = call.pack(_tokens(x_cast, call.config), key) if keeps else (None, None)
+            packed = call.pack(tokens, key) if keeps else (None, None)
         _save(ctx, call, key, origin, x, x_cast, w, packed)
         ctx.w_shape, ctx.w_strides = w.shape, w.stride()
         return y

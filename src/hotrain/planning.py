@@ -106,7 +106,7 @@ class Question:
     @property
     def multiplies(self) -> bool:
         """Whether compiled code computes the exact layer as a product of patches (`geometry.is_multiplied`)."""
-        cuts = self.geometry is not None and self.geometry.cuts and self.trained
+        cuts = self.geometry is not None and self.geometry.cuts and self.trained and not self.needs_x
         return cuts and self.x[1] < FEW and self.dtype.itemsize == 2
 
     @property
@@ -212,8 +212,8 @@ def gain(question: Question, graphs: bool = False) -> float:
     found = _times.get((question, graphs))
     if found is None:
         return 0.0
-    ms, multiplied = found[0] - found[1], question.geometry is not None and question.geometry.cuts
-    return ms if ms < 0 or multiplied else _TRUST * ms
+    ms = found[0] - found[1]
+    return ms if ms < 0 or question.multiplies else _TRUST * ms
 
 
 def gain_of_patches(question: Question) -> float:

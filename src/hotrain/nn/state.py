@@ -257,7 +257,8 @@ class LayerState:
         if why is not None:
             return f"no kernel supports it here ({why}), and the reference is slower; plan='memory' converts it"
         graphs = self.plan == "graphs"
-        unpacks = graphs and self.origins is not None and question.trained and len(question.x) > 2
+        saved = question.trained and question.needs_x and len(question.x) > 2  # in codes, and not a batch of images
+        unpacks = graphs and self.origins is not None and saved
         return planning.verdict(question, graphs, unpacks)
 
     def gain(self) -> tuple[tuple[Any, ...], float]:
