@@ -251,6 +251,18 @@ def test_what_patches_gain_as_a_product_is_measured_once(monkeypatch, question, 
     assert len(asked) == (2 if gained else 0)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_patches_are_timed_in_the_layout_of_the_images(last):
+    """Of few channels cuDNN takes longer for the default layout; other images are laid out by compiled code."""
+    layer = planning._Layer(dataclasses.replace(HALVES, last=last))
+    form = torch.channels_last if last else torch.contiguous_format
+    assert all(t.is_contiguous(memory_format=form) for t in (layer.x, layer.g))
+    with layer.mode():
+        assert layer.multiplied().stride() == layer.exact().stride()
+    wide = planning._Layer(dataclasses.replace(HALVES, x=(2, 16, 16, 16), w=(32, 16, 4, 4), last=last))
+    assert wide.x.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_rehearsal_runs_the_layer_once(monkeypatch):
     runs = []
     monkeypatch.setattr(planning._Layer, "run", lambda self, forward: runs.append(forward.__name__))

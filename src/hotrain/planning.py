@@ -78,6 +78,7 @@ class Question:
         geometry: of a convolution, None for a Linear.
         device: a GPU.
         trains_bias: whether the bias requires a gradient.
+        last: whether an image is in channels_last.
     """
 
     x: tuple[int, ...]
@@ -93,6 +94,7 @@ class Question:
     geometry: Geometry | None
     device: torch.device
     trains_bias: bool = True
+    last: bool = True
 
     @property
     def columns(self) -> int:
@@ -308,7 +310,7 @@ class _Layer:
     def __init__(self, q: Question, compiled: bool = False) -> None:
         with torch.random.fork_rng([q.device] if q.device.type == "cuda" else [], device_type="cuda"):
             x = self._noise(q, q.x, q.dtype)
-            if q.geometry is not None:
+            if q.geometry is not None and (q.last or not q.multiplies):  # compiled, others are laid out so
                 x = x.to(memory_format=torch.channels_last)
             self.x = x.requires_grad_(q.needs_x)
             self.w = self._noise(q, q.w, q.weights).requires_grad_(q.trained)

@@ -59,7 +59,7 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
 
     def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
-        x, dtype, device, needs_x, w, weights, trained, bias, _ = facts
+        x, dtype, device, needs_x, w, weights, trained, bias, *_ = facts
         rest = (self.running, self.grid, self.transposed, geometry, device)
         return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *rest)
 
@@ -83,16 +83,18 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
     assert sorted(found) == sorted(map(float, gains))
 
 
+@pytest.mark.parametrize("last", [False, True])
 def test_an_exact_layer_that_is_multiplied_has_its_gain(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    last: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Patches of 3 channels, in 16 bits, as a product of 128 tokens by 48 columns: 1 ms of each of two equal layers."""
+    """Patches of 3 channels, in 16 bits, as a product of 128 tokens by 48 columns: 1 ms of each of two equal layers,
+    asked for the layout of their images."""
     asked: list[planning.Question] = []
     found: list[float] = []
 
     def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
-        x, dtype, device, needs_x, w, weights, trained, bias, _ = facts
-        rest = (self.running, self.grid, self.transposed, geometry, device)
+        x, dtype, device, needs_x, w, weights, trained, bias, *others = facts
+        rest = (self.running, self.grid, self.transposed, geometry, device, *others)
         return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *rest)
 
     def choose(graph: Any, roofs: Roofs, gains: float, spare: float) -> tuple[dict[str, tuple[int, int]], float]:
@@ -121,11 +123,13 @@ def test_an_exact_layer_that_is_multiplied_has_its_gain(
     monkeypatch.setattr(planning, "gain_of_patches", gain)
     monkeypatch.setattr(compiled, "_device_roofs", lambda gm: Roofs(copy=4e12, product=7e14))
     monkeypatch.setattr(choosing, "choose", choose)
-    model = Net()
+    form = torch.channels_last if last else torch.contiguous_format
+    model, x = Net().to(memory_format=form), torch.randn(2, 3, 64, 64).contiguous(memory_format=form)
     hotrain.convert(model, filter_fn=lambda *_: True)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(model, backend=BACKEND)(torch.randn(2, 3, 64, 64)).sum().backward()
+        torch.compile(model, backend=BACKEND)(x).sum().backward()
     assert found == [2.0]
+    assert {q.last for q in asked} == {last}
     assert {q.geometry.kernel for q in asked} == {(4, 4)}  # type: ignore[union-attr]
 
 

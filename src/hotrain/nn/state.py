@@ -21,7 +21,7 @@ from ..compress.eager import sees_functions
 from ..compress.mode_stack import current_checkpoint, left_to_eager, without_own_modes
 from ..compress.sharing import Origins
 from ..draws import ATTRIBUTE, Draws, place_all
-from ..geometry import Geometry
+from ..geometry import FEW, Geometry
 from ..layer import Config
 from ..layer_record import Ran
 from ..method import Method
@@ -231,13 +231,13 @@ class LayerState:
 
     def _question(self, facts: tuple[Any, ...], geometry: Geometry | None) -> planning.Question | None:
         """The layer on a GPU as a question to `hotrain.planning`; None elsewhere."""
-        x, dtype, device, needs_x, w, weights, trained, bias, trains_bias = facts
+        x, dtype, device, needs_x, w, weights, trained, bias, trains_bias, last = facts
         if device.type != "cuda":
             return None
         if geometry is not None and len(x) == 3:
             x = (1, *x)  # one image without a batch
         of_layer = self.running, self.grid, self.transposed, geometry, device
-        return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *of_layer, trains_bias)
+        return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *of_layer, trains_bias, last)
 
     def _why_exact(self, question: planning.Question | None, samples: bool) -> str | None:
         """Why the layer stays exact, or None; there is a question where a plan may keep it exact.
@@ -364,11 +364,14 @@ def _sizes_of_gradients(question: planning.Question, config: Config) -> tuple[in
 
 
 def _facts(module: Any, x: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on: of x its shape, dtype in a product, device and gradient, then of the weight, and bias."""
+    """What a plan depends on: of x its shape, dtype in a product, device and gradient, then of the weight, and bias;
+    and whether an image of few channels is in channels_last, others being laid out so."""
     w, b = module.weight, module.bias
     of_x = constants(x.shape), autocast_dtype(x), x.device, x.requires_grad
     of_b = b is not None, b is not None and b.requires_grad
-    return *of_x, constants(w.shape), w.dtype, w.requires_grad, *of_b
+    few = w.dim() == 4 and w.shape[1] < FEW
+    last = not few or not (x.is_contiguous() and w.is_contiguous())
+    return *of_x, constants(w.shape), w.dtype, w.requires_grad, *of_b, last
 
 
 def _constant(place: Place) -> Place:
