@@ -247,7 +247,9 @@ def test_what_patches_gain_as_a_product_is_measured_once(monkeypatch, question, 
     monkeypatch.setattr(planning, "_of_patches", {})
     monkeypatch.setattr(planning, "captured", lambda work: work)
     monkeypatch.setattr(planning, "fastest", lambda works: [asked.append(work()) for work in works] and (1.0, 0.25))
-    assert [planning.gain_of_patches(question) for _ in range(2)] == [gained] * 2
+    assert planning.gain_of_patches(question) == 0.0
+    assert [planning.times_of_patches(question) for _ in range(2)] == [(1.0, 0.25) if gained else None] * 2
+    assert planning.gain_of_patches(question) == gained
     assert len(asked) == (2 if gained else 0)
 
 

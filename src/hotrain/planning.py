@@ -42,7 +42,7 @@ _ISSUING = 0.5  # of exact's time: the most that the host may need to issue a co
 
 _roofs: dict[torch.device, Roofs] = {}
 _times: dict[tuple[Question, bool], tuple[float, float, float] | None] = {}
-_of_patches: dict[Question, float] = {}
+_of_patches: dict[Question, tuple[float, float] | None] = {}
 _rehearsed: set[Question] = set()
 
 
@@ -218,14 +218,18 @@ def gain(question: Question, graphs: bool = False) -> float:
     return ms if ms < 0 or question.multiplies else _TRUST * ms
 
 
-def gain_of_patches(question: Question) -> float:
-    """ms of a compiled step by which an exact layer that cuts patches is faster by `geometry.product_of_patches`.
+def times_of_patches(question: Question) -> tuple[float, float] | None:
+    """Times of forward and backward of an exact layer that cuts patches, measured as `times` are.
 
-    Measured once per process and question; 0 for other layers, and where it cannot be measured.
+    Returns:
+        (as a convolution, by `geometry.product_of_patches`), ms of the GPU; None for other layers, within CUDA graph
+        capture, and where memory does not suffice.
     """
-    if not question.multiplies or torch.cuda.is_current_stream_capturing():
-        return 0.0
+    if not question.multiplies:
+        return None
     if question not in _of_patches:
+        if torch.cuda.is_current_stream_capturing():
+            return None
         try:
             layer = _Layer(question)
             with layer.mode():
@@ -235,12 +239,17 @@ def gain_of_patches(question: Question) -> float:
                 ]
                 for work in works:
                     work()
-                exact, multiplied = fastest([captured(work) for work in works])
-            own = max(exact - multiplied, 0.0)
+                own = fastest([captured(work) for work in works])
         except torch.OutOfMemoryError:
-            own = 0.0
+            own = None
         _of_patches[question] = agreed(f"patches {question.key}", own)
     return _of_patches[question]
+
+
+def gain_of_patches(question: Question) -> float:
+    """ms of a compiled step by which an exact layer's patches are faster as a product, if that was measured; else 0."""
+    found = _of_patches.get(question)
+    return 0.0 if found is None else max(found[0] - found[1], 0.0)
 
 
 def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> str | None:

@@ -220,6 +220,8 @@ class LayerState:
             _make_ready(draws, device)
         self._place(device)
         if self.fallback is not None:
+            if question is not None:
+                planning.times_of_patches(question)
             return None
         config = self._config(geometry)
         kernels = autograd.unsupported(config, config.layout_of(shape), dtype, device) is None
