@@ -13,6 +13,7 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_blocks_compiled_one_by_one_share_a_graph() -> None:
 def test_the_report_knows_what_blocks_with_shared_code_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first block is traced. Where the plan left its layers exact, those of the others ran exact too, and none
     is reported as converted."""
-    monkeypatch.setattr(LayerState, "_question", lambda *_: "asked")
+    monkeypatch.setattr(LayerState, "_question", lambda *_: SimpleNamespace(multiplies=False))
     monkeypatch.setattr(LayerState, "_why_exact", lambda *_: "slower on this GPU")
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3)))
     report = hotrain.convert(blocks)
