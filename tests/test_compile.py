@@ -12,8 +12,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
