@@ -118,18 +118,10 @@ def padding_of(module: nn.Conv2d) -> Any:
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
     """The patches of a convolution whose patches do not overlap: (B, C, H, W) to (B, H', W', C·kh·kw)."""
-    (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
-    down, across = geometry.output_size(*x.shape[2:])
-    if (kh, kw) == (1, 1):
+    sh, sw = geometry.stride
+    if geometry.kernel == (1, 1):
         return x[:, :, ::sh, ::sw].permute(0, 2, 3, 1)
-    return _cut(x[:, :, : down * kh, : across * kw], (kh, kw))
-
-
-def _cut(x: Tensor, kernel: Sequence[int]) -> Tensor:
-    axes = len(kernel)
-    for axis in range(axes - 1, -1, -1):
-        x = x.unflatten(2 + axis, (x.shape[2 + axis] // kernel[axis], kernel[axis]))
-    return x.permute(0, *range(2, 2 + 2 * axes, 2), 1, *range(3, 3 + 2 * axes, 2)).flatten(1 + axes)
+    return rows_of_patches(x, geometry.kernel)
 
 
 def is_multiplied(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
@@ -168,9 +160,11 @@ def keeps_channels_last(x: Tensor, w: Tensor) -> bool:
 
 def rows_of_patches(x: Tensor, kernel: Sequence[int]) -> Tensor:
     """(B, C, H, W) to (B, H/kh, W/kw, C·kh·kw), and likewise of a video."""
-    for axis, size in enumerate(kernel):
-        x = x.narrow(2 + axis, 0, x.shape[2 + axis] // size * size)
-    return _cut(x, kernel)
+    axes = len(kernel)
+    for axis in range(axes - 1, -1, -1):
+        count = x.shape[2 + axis] // kernel[axis]
+        x = x.narrow(2 + axis, 0, count * kernel[axis]).unflatten(2 + axis, (count, kernel[axis]))
+    return x.permute(0, *range(2, 2 + 2 * axes, 2), 1, *range(3, 3 + 2 * axes, 2)).flatten(1 + axes)
 
 
 def patches_transposed(g: Tensor, shape: Shape, geometry: Geometry) -> Tensor:

@@ -196,17 +196,27 @@ def times(question: Question, graphs: bool = False) -> tuple[float, float, float
         (exact, by the method, of the host to issue the latter: 0 for graphs), ms; None within CUDA graph capture, and
         where memory does not suffice for a second set of tensors.
     """
-    place = question, graphs
-    if place not in _times:
+
+    def measure() -> tuple[float, float, float]:
+        own = _measure(question, graphs)
+        _rehearsed.add(question)
+        return own
+
+    return _once(_times, (question, graphs), f"layer {question.key} {graphs}", measure)
+
+
+def _once(found: dict[Any, Any], place: Any, name: str, measure: Callable[[], Any]) -> Any:
+    """What `measure` returned for a place, once per process, or to rank 0 under that name (`agreed`); None within CUDA
+    graph capture, and where memory does not suffice."""
+    if place not in found:
         if torch.cuda.is_current_stream_capturing():
             return None
         try:
-            own = _measure(question, graphs)
-            _rehearsed.add(question)
+            own = measure()
         except torch.OutOfMemoryError:
             own = None
-        _times[place] = agreed(f"layer {question.key} {graphs}", own)
-    return _times[place]
+        found[place] = agreed(name, own)
+    return found[place]
 
 
 def gain(question: Question, graphs: bool = False) -> float:
@@ -227,23 +237,7 @@ def times_of_patches(question: Question) -> tuple[float, float] | None:
     """
     if not question.multiplies:
         return None
-    if question not in _of_patches:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        try:
-            layer = _Layer(question)
-            with layer.mode():
-                works: list[Callable[[], object]] = [
-                    lambda: layer.run(layer.exact, bias=False),
-                    lambda: layer.run(layer.multiplied, bias=False),
-                ]
-                for work in works:
-                    work()
-                own = fastest([captured(work) for work in works])
-        except torch.OutOfMemoryError:
-            own = None
-        _of_patches[question] = agreed(f"patches {question.key}", own)
-    return _of_patches[question]
+    return _once(_of_patches, question, f"patches {question.key}", lambda: _measure_patches(question))
 
 
 def gain_of_patches(question: Question) -> float:
@@ -428,6 +422,18 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float, float]:
         exact, converted = fastest(works)
         host = 0.0 if graphs else statistics.median(_issued(works[1]) for _ in range(_ROUNDS))
     return exact + summing, converted, host
+
+
+def _measure_patches(question: Question) -> tuple[float, ...]:
+    layer = _Layer(question)
+    with layer.mode():
+        works: list[Callable[[], object]] = [
+            lambda: layer.run(layer.exact, bias=False),
+            lambda: layer.run(layer.multiplied, bias=False),
+        ]
+        for work in works:
+            work()
+        return fastest([captured(work) for work in works])
 
 
 def _issued(work: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hotrain
-from hotrain import geometry
 from hotrain.compress import compiled
 from hotrain.compress.operators import batch_norm, group_norm, image_norm
 
@@ -29,11 +28,8 @@ NEAR = 0.26
 
 
 @pytest.fixture(autouse=True)
-def _on_a_gpu() -> Iterator[None]:
+def _on_a_gpu(laid_out_on_cpu: None) -> None:
     torch._dynamo.reset()
-    geometry.LAID_OUT.add("cpu")
-    yield
-    geometry.LAID_OUT.remove("cpu")
 
 
 class Both(NamedTuple):

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compilers import nop
 
 import hotrain
-from hotrain import geometry, planning
+from hotrain import planning
 from hotrain.compress import choosing, compiled
 from hotrain.compress.report import Buffers
 from hotrain.nn.state import LayerState
@@ -50,17 +50,12 @@ class Two(nn.Module):
         return self.point(self.mix(x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
-@pytest.mark.parametrize(("parts", "gains"), [(1, [48 + 64 + 64 + 80 + 112]), (2, [48 + 64 + 64, 80 + 112])])
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_graph_has_the_time_that_its_own_layers_gain(
-    parts: int, gains: list[int], copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
+def gains_of_graphs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The ms that each graph's layers gain, from here on, with questions of layers on a CPU as of a GPU's."""
 
     def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
-        x, dtype, device, needs_x, w, weights, trained, bias, *_ = facts
-        rest = (self.running, self.grid, self.transposed, geometry, device)
+        x, dtype, device, needs_x, w, weights, trained, bias, *others = facts
+        rest = (self.running, self.grid, self.transposed, geometry, device, *others)
         return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *rest)
 
     found: list[float] = []
@@ -70,11 +65,22 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
         return {}, 0.0
 
     monkeypatch.setattr(LayerState, "_question", question)
+    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: Roofs(copy=4e12, product=7e14))
+    monkeypatch.setattr(choosing, "choose", choose)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, behind a graph break
+@pytest.mark.parametrize(("parts", "gains"), [(1, [48 + 64 + 64 + 80 + 112]), (2, [48 + 64 + 64, 80 + 112])])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_graph_has_the_time_that_its_own_layers_gain(
+    parts: int, gains: list[int], copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's gain is here its number of outputs in ms; a CPU has no plan of its own."""
+    found = gains_of_graphs(monkeypatch)
     monkeypatch.setattr(LayerState, "_why_exact", lambda *_: None)
     monkeypatch.setattr(planning, "rehearse", lambda question: None)
     monkeypatch.setattr(planning, "gain", lambda question, graphs: float(question.outputs))
-    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: Roofs(copy=4e12, product=7e14))
-    monkeypatch.setattr(choosing, "choose", choose)
     model = Two(parts).train()
     hotrain.convert(model, filter_fn=lambda *_: True)
     if copied:
@@ -85,21 +91,11 @@ def test_a_graph_has_the_time_that_its_own_layers_gain(
 
 @pytest.mark.parametrize("last", [False, True])
 def test_an_exact_layer_that_is_multiplied_has_its_gain(
-    last: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    last: bool, monkeypatch: pytest.MonkeyPatch, laid_out_on_cpu: None
 ) -> None:
     """Patches of 3 channels, in 16 bits, as a product of 128 tokens by 48 columns: 1 ms of each of two equal layers,
     asked for the layout of their images."""
-    asked: list[planning.Question] = []
-    found: list[float] = []
-
-    def question(self: LayerState, facts: tuple[Any, ...], geometry: Any) -> planning.Question:
-        x, dtype, device, needs_x, w, weights, trained, bias, *others = facts
-        rest = (self.running, self.grid, self.transposed, geometry, device, *others)
-        return planning.Question(x, w, dtype, weights, bias, needs_x, trained, *rest)
-
-    def choose(graph: Any, roofs: Roofs, gains: float, spare: float) -> tuple[dict[str, tuple[int, int]], float]:
-        found.append(gains)
-        return {}, 0.0
+    found, asked = gains_of_graphs(monkeypatch), []
 
     def timed(q: planning.Question) -> None:
         if q.multiplies:
@@ -116,15 +112,9 @@ def test_an_exact_layer_that_is_multiplied_has_its_gain(
             y = self.patches(x) + self.others(x) + self.narrow(x)
             return self.out(y.flatten(2).transpose(1, 2))
 
-    laid_out = geometry.LAID_OUT.copy()
-    request.addfinalizer(lambda: (geometry.LAID_OUT.clear(), geometry.LAID_OUT.update(laid_out)))
-    geometry.LAID_OUT.add("cpu")
-    monkeypatch.setattr(LayerState, "_question", question)
     monkeypatch.setattr(LayerState, "_why_exact", lambda *_: "slower")
     monkeypatch.setattr(planning, "_of_patches", {})
     monkeypatch.setattr(planning, "times_of_patches", timed)  # when the layer is traced, outside of compilers' modes
-    monkeypatch.setattr(compiled, "_device_roofs", lambda gm: Roofs(copy=4e12, product=7e14))
-    monkeypatch.setattr(choosing, "choose", choose)
     form = torch.channels_last if last else torch.contiguous_format
     model, x = Net().to(memory_format=form), torch.randn(2, 3, 64, 64).contiguous(memory_format=form)
     hotrain.convert(model, filter_fn=lambda *_: True)

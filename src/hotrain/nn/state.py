@@ -267,12 +267,11 @@ class LayerState:
         """The layer as `compress.choosing.layers` finds it in a graph, and the ms of a compiled step that it is faster
         converted, where its plan has measured it; of an exact one, that its patches are faster as a product."""
         q = self.asked
-        if q is None or (self.fallback is not None and not q.multiplies):
+        if q is not None and self.fallback is None:
+            return self.traced, planning.gain(q, graphs=self.plan == "graphs")
+        if q is None or not q.multiplies:
             return (), 0.0
-        if self.fallback is not None and q.geometry is not None:
-            tokens = q.x[0] * math.prod(q.geometry.output_size(*q.x[-2:]))
-            return (planning.PATCHES, tokens, q.columns), planning.gain_of_patches(q)
-        return self.traced, planning.gain(q, graphs=self.plan == "graphs")
+        return (planning.PATCHES, *_sizes_of_gradients(q, self._config(q.geometry))), planning.gain_of_patches(q)
 
     def _place(self, device: torch.device) -> None:
         if self.draws.place(device):
