@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from . import autograd
 from .casting import autocast
-from .geometry import FEW, Geometry, keeps_channels_last, product_of_patches, rows_of_patches
+from .geometry import FEW, Geometry, rows_of_patches
 from .layer import Config
 from .method import Method
 from .private import default_store
@@ -347,9 +347,20 @@ class _Layer:
             return self.q.geometry.forward(autocast(self.x), autocast(self.w), b)
         return F.linear(self.x, self.w.T if self.q.transposed else self.w, self.b)
 
-    def multiplied(self) -> Tensor:
-        x, w, b = autocast(self.x), autocast(self.w), None if self.b is None else autocast(self.b)
-        return product_of_patches(rows_of_patches(x, w.shape[2:]), w, b, keeps_channels_last(x, w))
+    def patches(self) -> tuple[Callable[[], Sequence[Tensor]], Callable[[], Sequence[Tensor]]]:
+        """The step of an exact layer that cuts patches: as a convolution, and as its products.
+
+        Without what a compiler fuses with its neighbours: the bias, the cuts, and the copy of the result.
+        """
+        assert self.q.geometry is not None
+        geometry, w = self.q.geometry, autocast(self.w)
+        rows = rows_of_patches(autocast(self.x), w.shape[2:]).flatten(0, -2)
+        g = self.g.movedim(1, -1).reshape(len(rows), -1)
+
+        def product() -> Sequence[Tensor]:
+            return torch.autograd.grad(F.linear(rows, w.flatten(1)), self.w, g)
+
+        return lambda: torch.autograd.grad(geometry.forward(autocast(self.x), w, None), self.w, self.g), product
 
     def converted(self) -> Tensor:
         return autograd.apply(self.x, self.w, self.b, self.call, 1)
@@ -424,16 +435,17 @@ def _measure(question: Question, graphs: bool) -> tuple[float, float, float]:
     return exact + summing, converted, host
 
 
-def _measure_patches(question: Question) -> tuple[float, ...]:
+def _measure_patches(question: Question) -> tuple[float, ...] | None:
+    roofs = Roofs.of(question.device)
+    if roofs is None:
+        return None
     layer = _Layer(question)
     with layer.mode():
-        works: list[Callable[[], object]] = [
-            lambda: layer.run(layer.exact, bias=False),
-            lambda: layer.run(layer.multiplied, bias=False),
-        ]
+        works = layer.patches()
         for work in works:
             work()
-        return fastest([captured(work) for work in works])
+        convolved, multiplied = fastest([captured(work) for work in works])
+    return convolved, multiplied + 2e3 * layer.x.nbytes / roofs.copy  # the cuts
 
 
 def _issued(work: Callable[[], object]) -> float:

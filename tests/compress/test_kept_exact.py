@@ -115,12 +115,57 @@ def test_what_a_product_copies_is_kept_as_it_reads_it(kind: type[Explicit], monk
     monkeypatch.setattr(compiled, "_choose", all_exact)
     hotrain.convert(model, "exact", memory="block")
     compiled_by(compiled.partition, model)(x).square().sum().backward()
-    assert chosen["matmul"] == (4, 4)  # three inputs, and the softmax
+    assert (chosen["matmul"], chosen["softmax"]) == ((3, 3), (1, 1))
     assert copies[2:] == copies[:2]
     got, want = (
         torch.cat([t.flatten() for t in ts]) for ts in ([x.grad, *(p.grad for p in model.parameters())], wanted)
     )
     assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["bfloat16", "float32"])
+def test_a_softmax_is_kept_as_the_product_reads_it(cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: of its result in float32 PyTorch's partitioner saves the scores, besides its cast for the product."""
+    saved: list[torch.dtype] = []
+
+    def look(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        (output,) = gm.graph.find_nodes(op="output")
+        values = [node.meta["val"] for node in output.all_input_nodes]
+        saved.extend(t.dtype for t in values if isinstance(t, Tensor) and t.numel() == 16 * 2 * 49 * 49)
+        return make_boxed_func(gm.forward)
+
+    def step(model: nn.Module, partition: Any) -> Tensor:
+        saved.clear()
+        backend = aot_autograd(fw_compiler=look, partition_fn=partition, decompositions=select_decomp_table())
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y = torch.compile(model, backend=backend)(x)
+        y.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    torch.manual_seed(0)
+    exact, x = Explicit(), torch.randn(16, 49, 64, requires_grad=True)
+    model = copy.deepcopy(exact)
+    want = step(exact, min_cut_rematerialization_partition)
+    of_exact = list(saved)
+    kept: list[dict[str, tuple[int, int]]] = []
+
+    def all_exact(gm: torch.fx.GraphModule) -> float:
+        kept.append(choosing.choose(gm.graph, Roofs(4e12, 7e14), -1e3)[0])
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return 0.0
+
+    monkeypatch.setattr(compiled, "SMALL", 100)
+    monkeypatch.setattr(compiled, "_choose", all_exact)
+    report = hotrain.convert(model, "exact", memory="block")
+    got = step(model, compiled.partition)
+    assert saved == ([torch.bfloat16] if cast else of_exact)
+    assert len(of_exact) == (2 if cast else 1), "else this test cannot fail"
+    (counts,) = kept
+    report.buffers.record_chosen(counts)
+    assert "softmax, 1 of 1" in str(report)
+    assert "softmax  " not in str(report)
+    assert (got - want).norm() <= 2**-7 * want.norm()  # float32 is kept in bfloat16 where there is no time
 
 
 def _joint(monkeypatch: pytest.MonkeyPatch, look: Callable[[torch.fx.Graph], None]) -> None:

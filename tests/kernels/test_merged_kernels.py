@@ -41,7 +41,7 @@ def _on_kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterat
     monkeypatch.setattr(costs, "_in_turns", lambda node, nbytes: None)
     monkeypatch.setattr(costs, "_measured", {})
     monkeypatch.setattr(kernel_nodes, "insert", lambda half: False)
-    monkeypatch.setattr(in_place, "write", lambda backward: False)
+    monkeypatch.setattr(in_place, "write", lambda half: False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     yield

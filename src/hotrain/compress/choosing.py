@@ -30,7 +30,7 @@ from torch.fx import Graph, Node
 from ..planning import PATCHES, Roofs
 from . import costs, exact_attention, exact_norms, fusing, layer_codes, padding
 from .formats import is_static
-from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, renew, source_of
+from .nodes import CASTS, bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, renew, source_of
 from .rematerialize import ATTENTION, CUSTOM, OPERATOR, PACKED
 
 _aten = torch.ops.aten
@@ -118,15 +118,10 @@ def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> t
     found, fixed = _candidates(graph, roofs)
     found = [dataclasses.replace(one, ms=_IN_A_STEP * one.ms) for one in found]
     unfused = [node for target in fusing.UNFUSED for node in graph.find_nodes(op="call_function", target=target)]
-    spent = [
-        *(c.ms for c in found),
-        *fixed,
-        *_statistics(graph, roofs),
-        *(_beside(node, roofs) for node in unfused),
-        -_behind(graph, roofs),
-    ]
+    spent = sum(c.ms for c in found) + sum(fixed) + sum(_statistics(graph, roofs)) - _behind(graph, roofs)
+    spent += sum(_beside(node, roofs) for node in unfused)
     faster = gains + _OF_PADDING * padding.gain(graph, roofs) + _interpolation(graph, roofs)
-    late = sum(spent) - faster - _sums_of_groups(graph, roofs) - spare_ms
+    late = spent - faster - _sums_of_groups(graph, roofs) - spare_ms
     all_of = collections.Counter(c.what for c in found)
     all_of.update(map(_norm_name, graph.find_nodes(op="call_function", target=_NORMALIZE)))
     kept: collections.Counter[str] = collections.Counter()
@@ -377,7 +372,7 @@ def _of_group(group: list[Reading], keepers: list[Node], roofs: Roofs) -> Candid
         else:
             ms += 1e3 * packed * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
-    what = min(map(_what, group), key=lambda name: name == _FORMULA)
+    what = min(map(_what, group), key=lambda name: (name == _FORMULA, name in _NAMES.values()))
     return Candidate(what, ms, nbytes, functools.partial(_put_back, group))
 
 
@@ -391,8 +386,16 @@ def _what(reading: Reading) -> str:
 
 
 def _put_back(group: list[Reading]) -> None:
+    """Of a tensor and its cast for a product, as a softmax has them, backward is left the cast.
+
+    PyTorch's partitioner saves the scores besides, of as many bytes, from which backward computes the other again.
+    """
+    casts = {reading.tensor.args[0]: reading for reading in group if is_cast(reading.tensor)}
     for reading in group:
-        read = _as_read(reading)
+        cast, first = casts.get(reading.tensor), min(reading.places)
+        read = _as_read(reading if cast is None else cast)
+        if cast is not None:
+            read = called(first.graph, first, first, CASTS[0], read, first.meta["val"].dtype)
         for place in reading.places:
             users = list(place.users)
             place.replace_all_uses_with(read)

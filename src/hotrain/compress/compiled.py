@@ -152,7 +152,7 @@ def partition(
             changed |= fusing.fuse(half.graph)
             changed |= _write_operands(half.graph)
             changed |= kernel_nodes.insert(half.graph)
-            changed |= half is backward and in_place.write(half.graph)
+            changed |= in_place.write(half.graph)
             if changed:
                 half.graph.lint()
                 half.recompile()

@@ -1,4 +1,4 @@
-"""Gradients of a compiled step written over those that they are computed from, where nothing else reads these.
+"""Results of a compiled step written over what they are computed from, where nothing reads that afterwards.
 
 At its peak a step holds such a pair beside all that forward has saved: in a ResNet two or three images, in a
 transformer two hidden layers of an MLP. Inductor reuses memory so for what it compiles, not for an operator.
@@ -20,46 +20,48 @@ from .nodes import arguments_of, base_of, called, is_alias, readers_of, replace_
 
 _ops = torch.ops.hotrain
 _FIRST = ("activation_gradient", "gated_gradient")
-"""Operators of two results, of which the first is written over the first argument."""
+_FORWARD = ("activate", "normalize")
+"""Operators of which the first result is written over the first argument: in backward, and in forward."""
+_STATISTICS = _ops.channel_statistics.default
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
 
-def write(backward: Graph) -> bool:
-    """Let operators of a graph of backward write over their gradients, in place; returns whether it has changed."""
+def write(half: Graph) -> bool:
+    """Let operators of a graph of forward or backward write over their arguments, in place; whether it has changed."""
     changed = False
-    for name in _FIRST:
-        for node in backward.find_nodes(op="call_function", target=getattr(_ops, name).default):
+    for name in (*_FORWARD, *_FIRST):
+        for node in half.find_nodes(op="call_function", target=getattr(_ops, name).default):
             if _is_free(node.args[0], node):
-                other, g_x = _called(backward, node, getattr(_ops, f"{name}_").default)
-                replace_results(backward, node, (g_x, other))
+                *others, first = _called(half, node, getattr(_ops, f"{name}_").default)
+                replace_results(half, node, (first, *others))
                 changed = True
-    for node in backward.find_nodes(op="call_function", target=_ops.norm_gradient.default):
-        g, other, *_, passes_on, _, after = arguments_of(node)
-        # The gradient of a sum is both: what is written over g would be added.
-        is_read = after is not None and base_of(after) is base_of(g)
-        if is_read or node.meta["val"][0].dtype != g.meta["val"].dtype:
-            continue
-        if _is_free(g, node) and (other is None or (base_of(other) is not base_of(g) and _is_free(other, node))):
-            own, sums, first, second = _called(backward, node, _ops.norm_gradient_.default)
+    for node in half.find_nodes(op="call_function", target=_ops.norm_gradient.default):
+        g, other, *_, passes_on, _, _ = arguments_of(node)
+        if _is_free(g, node) and (other is None or _is_free(other, node)):
+            own, sums, first, second = _called(half, node, _ops.norm_gradient_.default)
             g_x = written_over(first, second, passes_on)
-            replace_results(backward, node, (own if g_x is None else g_x, sums, first if passes_on else None))
+            replace_results(half, node, (own if g_x is None else g_x, sums, first if passes_on else None))
             changed = True
     return changed
 
 
 def _is_free(t: Any, reader: Node) -> bool:
-    """Whether a node is a whole tensor, computed in this graph, that only this operator reads, through any views."""
-    base = base_of(t)
-    if base.op != "call_function" or set(readers_of(base, is_alias)) != {reader}:
+    """Whether a node is a whole tensor with the dtype and strides of the operator's result, computed in this graph,
+    that only this operator reads, behind its statistics and as no other argument, through any views."""
+    base, value, result = base_of(t), t.meta["val"], reader.meta["val"][0]
+    if base.op != "call_function" or (value.dtype, value.stride()) != (result.dtype, result.stride()):
+        return False
+    again = any(n is not t and base_of(n) is base for n in reader.all_input_nodes)
+    others = (user for user in readers_of(base, is_alias) if user is not reader)
+    if again or not all(user.target is _STATISTICS and user < reader for user in others):
         return False
     source: Any = base.args[0] if base.target is operator.getitem else base
     schema = schema_of(source.target)
-    fresh = schema is not None and all(result.alias_info is None for result in schema.returns)
+    fresh = schema is not None and all(one.alias_info is None for one in schema.returns)
     if not fresh and source.target is not _MUTATION:
         return False
-    value, whole = t.meta["val"], base.meta["val"]
     image = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    return bool(value.numel() == whole.numel() and (value.is_contiguous() or image))
+    return bool(value.numel() == base.meta["val"].numel() and (value.is_contiguous() or image))
 
 
 def _called(graph: Graph, node: Node, target: Any) -> list[Any]:

@@ -81,6 +81,9 @@ class Example:
         return cls(weakref.ref(model), shapes, named, (kind, autocast_to(kind)))
 
 
+_KEPT = {"softmax": "as the product behind reads it, or in full precision"}  # of operators that are kept exact, how
+
+
 def _counted(what: str, exact: int, of: int, graphs: int) -> str:
     return f"{what}, {exact} of {of}" + f" in {graphs} graphs" * (graphs > 1)
 
@@ -166,10 +169,13 @@ class Buffers:
         """Record, by operator, how many calls a compiled graph keeps exact to be as fast as before, of how many."""
         for what, (exact, of) in counts.items():
             before = self.chosen.get(what, (0, 0, 0))
-            self.full.pop(_counted(what, *before), None)
             self.chosen[what] = exact, of, graphs = before[0] + exact, before[1] + of, before[2] + 1
+            how = _KEPT.get(what)
+            rows = self.full if how is None else self.formats
+            rows.pop(_counted(what, *before), None)
             if exact:
-                self.full[_counted(what, exact, of, graphs)] = "faster so; plan='memory' compresses them"
+                faster = "faster so; plan='memory' compresses them"
+                rows[_counted(what, exact, of, graphs)] = faster if how is None else f"{how}: {faster}"
             one, other = (self.formats, self.unused) if exact == of else (self.unused, self.formats)
             if what in one:
                 other[what] = one.pop(what)

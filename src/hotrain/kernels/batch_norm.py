@@ -488,7 +488,8 @@ def statistics(
 
 def normalize(
     x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
-    levels: tuple[int, int] | None, dtype: torch.dtype | None = None, tiling: Tiling | None = None,
+    levels: tuple[int, int] | None, dtype: torch.dtype | None = None, in_place: bool = False,
+    tiling: Tiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Norm, residual and activation in one kernel: y = f(γ x̂ + β + shortcut), and all that backward needs.
 
@@ -500,6 +501,7 @@ def normalize(
         name: of f, "" for none.
         levels: of f's derivative (`saved.Levels`): the lowest, and the steps from 0 to 1; None for bits.
         dtype: of y; None for x's.
+        in_place: whether y, of x's dtype, is written over x.
         tiling: block sizes.
 
     Returns:
@@ -509,7 +511,7 @@ def normalize(
     samples, of_groups = _by_sample(mean)
     tiling = tiling or _normalize_tiling(channels)
     kept = _marks(name, levels)
-    y = torch.empty_like(x, dtype=dtype)
+    y = x if in_place else torch.empty_like(x, dtype=dtype)
     codes = torch.empty(rows, 1, channels // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, 1, 1, dtype=torch.bfloat16, device=x.device)
     marks = torch.empty(rows, channels * kept["MARKS"] // 8, dtype=torch.uint8, device=x.device)

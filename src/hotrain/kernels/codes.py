@@ -443,8 +443,9 @@ def _activate_kernel(
 
 
 def activate(
-    x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = None, least: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, name: str, group: int, bits: int, bias: Tensor | None = None, least: float | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """An activation function, of x or of x + bias, and the codes of its argument.
 
     Args:
@@ -454,12 +455,13 @@ def activate(
         bits: 4 or 8.
         bias: (C,), contiguous, added in float32; None for 0.
         least: of `pack`.
+        in_place: whether the first result is written over x.
 
     Returns:
         f(x + bias), (rows, C) in x's dtype, and codes and scales of x + bias, as of `pack`.
     """
     rows, columns = x.shape
-    y, groups = torch.empty_like(x), columns // group
+    y, groups = x if in_place else torch.empty_like(x), columns // group
     codes = torch.empty(rows, groups, group * bits // 8, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, groups, 1, dtype=torch.bfloat16, device=x.device)
     dtypes = x.dtype, None if bias is None else bias.dtype

@@ -54,17 +54,33 @@ def _activate_fake(t: Tensor, name: str, form: str, bias: Tensor | None) -> tupl
 
 
 @opaque("activate(Tensor t, str name, str form, Tensor? bias) -> (Tensor, Tensor, Tensor)", _activate_fake)
-def _activate(t: Tensor, name: str, form: str, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """f(t + bias), and codes and scales of t + bias, cut off below; bias is along the last axis."""
+def _activate(
+    t: Tensor, name: str, form: str, bias: Tensor | None, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """f(t + bias), and codes and scales of t + bias, cut off below; bias is along the last axis.
+
+    ``in_place``: the first is t, written to.
+    """
     spec, columns, kind = GROUPED[form], t.shape[-1], ACTIVATIONS[name]
 
     def reference() -> tuple[Tensor, Tensor, Tensor]:
         x = t if bias is None else wide(t) + bias
-        return kind.f(x).to(t.dtype), *spec.keep(x, kind.least)
+        y, kept = kind.f(x).to(t.dtype), spec.keep(x, kind.least)
+        return t.copy_(y) if in_place else y, *kept
 
-    args = (t.view(-1, columns), name, group_size(columns, spec.whole), spec.bits, bias, kind.least)
+    args = (t.view(-1, columns), name, group_size(columns, spec.whole), spec.bits, bias, kind.least, in_place)
     y, codes, scale = launch(t.device, "codes.activate", reference, *args)
     return y.view_as(t), codes, scale
+
+
+@opaque(
+    "activate_(Tensor(a!) t, str name, str form, Tensor? bias) -> (Tensor, Tensor)",
+    lambda *args: _activate_fake(*args)[1:],
+    inlined=False,
+)
+def _activate_in_place(t: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """The codes and scales of `_activate`, which writes its first result over t."""
+    return _activate(t, *args, in_place=True)[1:]
 
 
 def _activation_gradient_fake(

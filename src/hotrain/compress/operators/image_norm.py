@@ -131,11 +131,12 @@ def _normalize_fake(
 )
 def _normalize(
     x: Tensor, mean: Tensor, r: Tensor, w: Tensor | None, b: Tensor | None, shortcut: Tensor | None, name: str,
-    y: torch.dtype | None = None,
+    y: torch.dtype | None = None, in_place: bool = False,
 ) -> Four:  # fmt: skip
     """The result in channels-last and of dtype y, x's for None; codes and scales of x̂; f's derivative.
 
-    ``mean`` and ``r`` are (C,) of a batch norm, (N, groups) of a group norm.
+    ``mean`` and ``r`` are (C,) of a batch norm, (N, groups) of a group norm. ``in_place``: the result is x, of its
+    dtype and in channels-last, written to.
     """
     dtype = y or x.dtype
     rows, added = _rows(x), None if shortcut is None else _rows(shortcut)
@@ -149,16 +150,28 @@ def _normalize(
         codes, scale = GROUPED[saved_format()].keep(normal)
         kind = ACTIVATIONS[name] if name else None
         if kind is None:
-            return v.to(dtype), codes, scale, x.new_empty(len(v), 0, dtype=torch.uint8)
-        if kind.levels is None:
+            marks = x.new_empty(len(v), 0, dtype=torch.uint8)
+        elif kind.levels is None:
             (marks,) = _BITS.keep(kind.slope(v))
         else:
             (marks,) = kind.levels.keep(v, kind.slope)
-        return kind.f(v).to(dtype), codes, scale, marks
+        result = (v if kind is None else kind.f(v)).to(dtype)
+        return rows.copy_(result) if in_place else result, codes, scale, marks
 
-    args = (rows, mean, r, w, b, added, name, _levels(name), dtype)
+    args = (rows, mean, r, w, b, added, name, _levels(name), dtype, in_place)
     result, *kept = launch(x.device, "batch_norm.normalize", reference, *args)
     return _image(result, x), kept[0], kept[1], kept[2]
+
+
+@opaque(
+    "normalize_(Tensor(a!) x, Tensor mean, Tensor r, Tensor? w, Tensor? b, Tensor? shortcut, str name, "
+    "ScalarType? y=None) -> (Tensor, Tensor, Tensor)",
+    lambda *args: _normalize_fake(*args)[1:],
+    inlined=False,
+)
+def _normalize_in_place(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """What `_normalize` saves, which writes its first result over x."""
+    return _normalize(x, *args, in_place=True)[1:]
 
 
 def _norm_gradient_fake(
