@@ -353,14 +353,17 @@ class _Layer:
         Without what a compiler fuses with its neighbours: the bias, the cuts, and the copy of the result.
         """
         assert self.q.geometry is not None
-        geometry, w = self.q.geometry, autocast(self.w)
-        rows = rows_of_patches(autocast(self.x), w.shape[2:]).flatten(0, -2)
+        geometry, x = self.q.geometry, autocast(self.x)
+        rows = rows_of_patches(x, self.w.shape[2:]).flatten(0, -2)
         g = self.g.movedim(1, -1).reshape(len(rows), -1)
 
-        def product() -> Sequence[Tensor]:
-            return torch.autograd.grad(F.linear(rows, w.flatten(1)), self.w, g)
+        def convolution() -> Sequence[Tensor]:
+            return torch.autograd.grad(geometry.forward(x, autocast(self.w), None), self.w, self.g)
 
-        return lambda: torch.autograd.grad(geometry.forward(autocast(self.x), w, None), self.w, self.g), product
+        def product() -> Sequence[Tensor]:
+            return torch.autograd.grad(F.linear(rows, autocast(self.w).flatten(1)), self.w, g)
+
+        return convolution, product
 
     def converted(self) -> Tensor:
         return autograd.apply(self.x, self.w, self.b, self.call, 1)

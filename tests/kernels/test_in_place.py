@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 import hotrain
 from hotrain import autograd, kernels
-from hotrain.compress import in_place, kernel_nodes
+from hotrain.compress import compiled, exact_norms, in_place, kernel_nodes
 
 WIDTH = 128
 
@@ -155,6 +155,21 @@ def test_same_results_without_a_copy(
     # not write over what an operator has written to.
     assert len(_large(after)) <= len(_large(before)) + (build is Read)
     assert after.count("clone") == before.count("clone")
+
+
+def test_a_norm_behind_statistics_of_the_compiler(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """In the place of the operator's where its kernel gains nothing (`choosing`): they read x, and a cast of it."""
+    choose = compiled._choose
+
+    def chosen(gm: torch.fx.GraphModule) -> float:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.hotrain.channel_statistics.default):
+            exact_norms.put_statistics_back(gm.graph, node)
+        return choose(gm)
+
+    monkeypatch.setattr(compiled, "_choose", chosen)
+    build = lambda: nn.Sequential(Residual(), Residual())  # noqa: E731
+    with torch.autocast(device.type, torch.bfloat16):
+        test_same_results_without_a_copy(build, _images, (4, 4), (0, 0), monkeypatch, device)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -16,13 +16,13 @@ from torch.fx import Graph, Node
 
 from ..kernels import written_over
 from ..private import schema_of
-from .nodes import arguments_of, base_of, called, is_alias, readers_of, replace_results
+from .nodes import arguments_of, base_of, called, is_alias, is_cast, readers_of, replace_results
 
 _ops = torch.ops.hotrain
 _FIRST = ("activation_gradient", "gated_gradient")
 _FORWARD = ("activate", "normalize")
 """Operators of which the first result is written over the first argument: in backward, and in forward."""
-_STATISTICS = _ops.channel_statistics.default
+_STATISTICS = (_ops.channel_statistics.default, torch.ops.aten.var_mean.correction)
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
 
@@ -52,8 +52,8 @@ def _is_free(t: Any, reader: Node) -> bool:
     if base.op != "call_function" or (value.dtype, value.stride()) != (result.dtype, result.stride()):
         return False
     again = any(n is not t and base_of(n) is base for n in reader.all_input_nodes)
-    others = (user for user in readers_of(base, is_alias) if user is not reader)
-    if again or not all(user.target is _STATISTICS and user < reader for user in others):
+    others = (user for user in readers_of(base, lambda n: is_alias(n) or is_cast(n)) if user is not reader)
+    if again or not all(user.target in _STATISTICS and user < reader for user in others):
         return False
     source: Any = base.args[0] if base.target is operator.getitem else base
     schema = schema_of(source.target)
