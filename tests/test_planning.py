@@ -68,6 +68,7 @@ def test_of_two_equal_times_the_one_with_less_memory_is_chosen(monkeypatch, conv
     """Times differ by up to 2 % from round to round; a step of many such layers counts what they lose (`gain`)."""
     monkeypatch.setattr(planning, "_measure", lambda *_: (1.0, converted, 0.0))
     assert (planning.verdict(LINEAR) is not None) == stays
+    assert planning.verdict(LINEAR, unpacks=True) is not None, "an exact layer saves codes of x, too"
     assert planning.gain(LINEAR) == pytest.approx(1.0 - converted)
 
 

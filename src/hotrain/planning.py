@@ -247,7 +247,7 @@ def gain_of_patches(question: Question) -> float:
 
 
 def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> str | None:
-    """Why the layer stays exact, with the two times; None where it is faster converted, or equal: it saves memory.
+    """Why the layer stays exact, with the two times; None where it is faster converted, or equal and saves memory.
 
     Args:
         question: the layer.
@@ -266,7 +266,7 @@ def verdict(question: Question, graphs: bool = False, unpacks: bool = False) -> 
     if found is None:
         return None
     exact, converted, host = found
-    if converted > _SAME * (exact + spared):
+    if converted > (1.0 if unpacks else _SAME) * (exact + spared):
         return (
             f"slower on this GPU: {converted:.3f} ms/step, exact {exact + spared:.3f} ms/step; plan='memory' converts "
             "it"

@@ -15,12 +15,13 @@ pace                      which blocks stay exact in eager mode, where the host 
 compiled, graph, halves   the same for compiled graphs, as a pass behind PyTorch's partitioner
 nodes                     values, readers and calls of the nodes of such graphs, and formulas traced into them
 choosing, costs           what a compiled step keeps exact to be fast, and what operators cost, measured
+readings                  what backward reads in the place of a tensor there, and how the tensor is put back
 exact_norms, exact_attention  of exact training, put back into such a step
 fusing, factors           kernels of a compiled step merged with what is around them, and the products that are
 layer_codes, merging      the same for converted layers and the codes beside them; what both have in common
 padding                   products of matrices whose rows are no whole 16 bytes, padded where that is faster
 losses                    cross entropy of interpolated logits, or of a head, as one operator, in Dynamo's graphs
 logits                    logits beside a loss: their gradient outside of the graph, where unused ones cost nothing
-in_place                  gradients written over those that they are computed from
+in_place                  results of operators written over what they are computed from
 kernel_nodes              kernels as nodes of the graph, which Inductor launches itself, where there is no CUDA graph
 """

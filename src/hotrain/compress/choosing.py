@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -30,8 +29,18 @@ from torch.fx import Graph, Node
 from ..planning import PATCHES, Roofs
 from . import costs, exact_attention, exact_norms, fusing, layer_codes, padding
 from .formats import is_static
-from .nodes import CASTS, bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, renew, source_of
-from .rematerialize import ATTENTION, CUSTOM, OPERATOR, PACKED
+from .nodes import bytes_of, called, is_cast, is_move, is_ours, numel, part_of, readers_of, source_of
+from .readings import (
+    Reading,
+    casts_of,
+    groups_of,
+    is_kernel,
+    is_softmax,
+    own_keepers,
+    put_back,
+    readings_of,
+)
+from .rematerialize import ATTENTION, CUSTOM, OPERATOR
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.expand.default)
@@ -41,10 +50,6 @@ _PRODUCTS = (
 )  # fmt: skip
 _GRADIENTS = (torch.ops.hotrain.linear_gradients.default, torch.ops.hotrain.conv2d_gradients.default)
 _MARKED = torch.ops.hotrain.marked.default
-_KEEPERS = tuple(
-    getattr(torch.ops.hotrain, name).default
-    for name in ("keep_codes", "keep_heads", "norm_forward", "normalize", "activate")
-)
 _NAMES = {
     _aten.convolution_backward.default: "conv2d (exact product)",
     _aten.mm.default: "linear (exact product)",
@@ -52,7 +57,7 @@ _NAMES = {
     _aten.bmm.default: "matmul",
 }
 _OF_PATCHES = [0, 2, 4, 1, 3, 5]  # the order of an image's axes that cuts it, of `geometry.product_of_patches`
-_NORMALIZE, _FORMULA = torch.ops.hotrain.normalize.default, "mul"
+_NORMALIZE, _FORMULA, _SOFTMAX = torch.ops.hotrain.normalize.default, "mul", "softmax"
 _ATTENTION_RATE = 0.25  # of the rate of products, for heads of 64 channels; twice as much for 128
 _INTERPOLATION_GAIN = 100.0  # bytes of copies in an element's time; atomic additions took 400 in SegFormer's head
 _OF_GROUPS = 8.0  # times that of reading x: with all codes ResNet-50 takes 0.87 so, a diffusion UNet 0.84
@@ -60,6 +65,7 @@ _OF_ONE_GROUP = 4.0  # without it PoolFormer-S24 takes 0.91 of exact's time, wit
 _UNREAD = 0.5  # of the time of the bytes that are not moved: one kernel has the work of two
 _OF_PADDING = 0.8  # of what padded products gain: with all of it Swin-T takes 1.01 of exact's time, on an H200
 _BY_LOGARITHM = 10.0  # bytes of copies, in the time to pack or unpack an element of a softmax: Swin-T, on an H200
+_OF_SCORES = 16.0  # in the time of an element of a softmax that exact training computes again: 22 in Swin-T, on an H200
 _BY_HALVES = 0.0  # in the time by which 4 bits that a fused formula unpacks are slower than 16: StarNet, on an H200
 _IN_A_STEP = 1.1  # of the time that packing and unpacking take alone: Swin-T and DeiT-S, on an H200
 
@@ -79,23 +85,6 @@ class Candidate:
     ms: float
     nbytes: float
     apply: Callable[[], None]
-
-
-@dataclass
-class Reading:
-    """A tensor of forward, and what backward reads in its place (`rematerialize.in_place_of`).
-
-    Attributes:
-        tensor: the exact one.
-        places: in backward, one for each operator that reads it.
-        path: what is computed from codes for them.
-        keepers: the operators that have packed these.
-    """
-
-    tensor: Node
-    places: list[Node]
-    path: set[Node]
-    keepers: set[Node]
 
 
 def choose(graph: Graph, roofs: Roofs, gains: float, spare_ms: float = 0.0) -> tuple[dict[str, tuple[int, int]], float]:
@@ -244,7 +233,7 @@ def forget(graph: Graph) -> bool:
 
 def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float]]:
     """Candidates, and the ms of each operator that is no candidate, against exact training."""
-    readings = _readings(graph)
+    readings = readings_of(graph)
     restored = graph.find_nodes(op="call_function", target=torch.ops.hotrain.restore_codes.default)
     of_candidates = {node for reading in readings for node in reading.path}
     others = [node for node in restored if node not in of_candidates]
@@ -253,7 +242,7 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
         candidate = _attention(graph, node, roofs, readings, others)
         if candidate is not None:
             found.append(candidate)
-    groups = [(group, _own_keepers(group)) for group in _groups(readings)]
+    groups = [(group, own_keepers(group)) for group in groups_of(readings)]
     found += [_of_group(group, keepers, roofs) for group, keepers in groups]
     packed = {keeper for _, keepers in groups for keeper in keepers}
     kept = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_codes.default)
@@ -261,97 +250,18 @@ def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float
     # What converted layers read was measured with them.
     fixed += [node for node in kept if node not in packed and not _is_of_a_layer(node)]
     fixed += [node for node in others if not _is_of_a_layer(node)]
-    return found, [costs.excess(node, roofs) for node in fixed]
+    spared = [-_from_scores(group, roofs) for group, _ in groups]
+    return found, spared + [costs.excess(node, roofs) for node in fixed]
 
 
 # ---- what backward reads in the place of a tensor ----
 
 
-def _readings(graph: Graph) -> list[Reading]:
-    numbered: dict[int, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=_MARKED):
-        number: Any = node.args[1]
-        if number != PACKED:
-            numbered.setdefault(number, []).append(node)
-    found: dict[Node, Reading] = {}
-    for first, *places in numbered.values():
-        tensor: Any = first.args[0]
-        reading = found.setdefault(tensor, Reading(tensor, [], set(), set()))
-        for place in places:
-            _follow(place, reading)
-    return [reading for reading in found.values() if reading.keepers]
-
-
-def _follow(place: Node, reading: Reading) -> None:
-    """Find what a place is computed from, up to the operators that have packed it."""
-    reading.places.append(place)
-    waiting = list(place.all_input_nodes)
-    while waiting:
-        node = waiting.pop()
-        if node.target in _KEEPERS or _is_packed(node):
-            reading.keepers.add(node)
-        elif node.op == "call_function" and node not in reading.path and node.target is not _MARKED:
-            reading.path.add(node)
-            waiting += node.all_input_nodes
-
-
-def _is_packed(node: Node) -> bool:
-    """Whether a node is a tensor that a formula packs next."""
-    number: Any = node.args[1] if node.target is _MARKED else None
-    return bool(number == PACKED)
-
-
-def _groups(readings: list[Reading]) -> list[list[Reading]]:
-    """Tensors that backward makes from the same codes, as of a softmax and the product behind it.
-
-    Only where all of them are kept exact, nothing is packed.
-    """
-    inside = {node for reading in readings for node in (*reading.path, *reading.places)}
-    groups: list[list[Reading]] = []
-    for reading in readings:
-        packed = {
-            keeper
-            for keeper in reading.keepers
-            if _is_packed(keeper) or (_is_kernel(keeper) and _is_read_in(keeper, inside))
-        }
-        mine: list[list[Reading]] = []
-        others: list[list[Reading]] = []
-        for group in groups:
-            (mine if any(packed & other.keepers for other in group) else others).append(group)
-        groups = [*others, [*itertools.chain.from_iterable(mine), reading]]
-    return groups
-
-
-def _is_read_in(keeper: Node, inside: set[Node]) -> bool:
-    """Whether these are all that read what was packed, up to the places in backward."""
-    seen, waiting = {keeper}, list(keeper.users)
-    while waiting:
-        node = waiting.pop()
-        if node not in inside:
-            return False
-        if node not in seen and node.target is not _MARKED:
-            seen.add(node)
-            waiting += node.users
-    return True
-
-
-def _own_keepers(group: list[Reading]) -> list[Node]:
-    """Kernels and tensors packed by a formula that pack for nothing else."""
-    inside = {node for reading in group for node in (*reading.path, *reading.places)}
-    keepers = {keeper: None for reading in group for keeper in reading.keepers}
-    return [keeper for keeper in keepers if (_is_kernel(keeper) or _is_packed(keeper)) and _is_read_in(keeper, inside)]
-
-
-def _is_kernel(keeper: Node) -> bool:
-    return keeper.target is torch.ops.hotrain.keep_codes.default
-
-
 def _of_group(group: list[Reading], keepers: list[Node], roofs: Roofs) -> Candidate:
     """Tensors that belong together, all that is read in their place, and what packs for them alone."""
     ms = nbytes = 0.0
-    inside = {node for reading in group for node in (*reading.path, *reading.places)}
-    is_log = any(node.target is _aten.exp2.default for node in inside)
-    packed, unpacked = (_BY_LOGARITHM, _BY_LOGARITHM) if is_log else (4, 1 + 2)  # bytes of copies an element
+    logarithms = is_softmax(group)
+    packed, unpacked = (_BY_LOGARITHM, _BY_LOGARITHM) if logarithms else (4, 1 + 2)  # bytes of copies an element
     tensors: dict[Node, float] = {}
     for reading in group:
         kernels = [node for node in reading.path if node.target is torch.ops.hotrain.restore_codes.default]
@@ -366,14 +276,21 @@ def _of_group(group: list[Reading], keepers: list[Node], roofs: Roofs) -> Candid
         tensors[source] = min(bytes_of(reading.tensor), tensors.get(source, math.inf))
     nbytes += sum(tensors.values())
     for keeper in keepers:
-        if _is_kernel(keeper):
+        if is_kernel(keeper):
             ms += costs.excess(keeper, roofs)
             nbytes -= sum(map(numel, list(keeper.users)[:1]))
         else:
             ms += 1e3 * packed * numel(keeper) / roofs.copy
             nbytes -= numel(keeper)
-    what = min(map(_what, group), key=lambda name: (name == _FORMULA, name in _NAMES.values()))
-    return Candidate(what, ms, nbytes, functools.partial(_put_back, group))
+    what = _SOFTMAX if logarithms else min(map(_what, group), key=lambda name: name == _FORMULA)
+    return Candidate(what, ms, nbytes, functools.partial(put_back, group))
+
+
+def _from_scores(group: list[Reading], roofs: Roofs) -> float:
+    """ms in which exact training computes a softmax again: of a result in float32 it saves the scores, of half the
+    bytes, besides the cast for the product."""
+    again = sum(map(numel, casts_of(group))) if is_softmax(group) else 0
+    return 1e3 * _OF_SCORES * again / roofs.copy
 
 
 def _what(reading: Reading) -> str:
@@ -383,33 +300,6 @@ def _what(reading: Reading) -> str:
         return str(told)
     readers = {user.target for place in reading.places for user in _readers(place)}
     return next((name for target, name in _NAMES.items() if target in readers), _FORMULA)
-
-
-def _put_back(group: list[Reading]) -> None:
-    """Of a tensor and its cast for a product, as a softmax has them, backward is left the cast.
-
-    PyTorch's partitioner saves the scores besides, of as many bytes, from which backward computes the other again.
-    """
-    casts = {reading.tensor.args[0]: reading for reading in group if is_cast(reading.tensor)}
-    for reading in group:
-        cast, first = casts.get(reading.tensor), min(reading.places)
-        read = _as_read(reading if cast is None else cast)
-        if cast is not None:
-            read = called(first.graph, first, first, CASTS[0], read, first.meta["val"].dtype)
-        for place in reading.places:
-            users = list(place.users)
-            place.replace_all_uses_with(read)
-            renew(users)
-
-
-def _as_read(reading: Reading) -> Node:
-    """The tensor, or the copy in the order of its axes that forward's product reads: exact training saves that."""
-    first, shape = min(reading.places), reading.tensor.meta["val"].shape
-    moves = _MARKED, _aten.expand.default
-    read = readers_of(reading.tensor, lambda user: user.target in moves and not _is_packed(user))
-    copies = (user for user in read if user.target is _aten.clone.default and user < first)
-    whole = (copy for copy in copies if copy.meta["val"].shape == shape and copy.meta["val"].is_contiguous())
-    return next(whole, reading.tensor)
 
 
 def _keeper(node: Any) -> Node:
@@ -443,8 +333,8 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
     batch, heads_of_q, tokens, width = (int(n) for n in q.meta["val"].shape)
     keys = int(k.meta["val"].shape[2])
     packs = graph.find_nodes(op="call_function", target=torch.ops.hotrain.keep_heads.default)
-    is_packed = any(_packed(n) is forward for n in packs) or bool(mine)
-    elements = sum(numel(t) for t in (*given[:3], *[output] * is_packed))
+    output_packed = any(_packed(n) is forward for n in packs) or bool(mine)
+    elements = sum(numel(t) for t in (*given[:3], *[output] * output_packed))
     # Packing reads them in 16 bits and writes 6 on average; then q, k and v are written, and the layer behind's x.
     read = sum(numel(place) * 2.5 for reading in mine for place in reading.places)
     nbytes = elements * 2.8 + numel(q) * 3.0 + 2 * numel(k) * 2.9 + read
@@ -458,11 +348,11 @@ def _attention(graph: Graph, node: Node, roofs: Roofs, readings: list[Reading], 
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place] if place < 3 + wants_mask else node)
             graph.erase_node(user)
-        _put_back(mine)
+        put_back(mine)
         for keeper in alone:
             _pack_the_output(graph, keeper)
 
-    ms, more = 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3 + (0 if is_packed else 2 * numel(output))
+    ms, more = 1e3 * (nbytes / roofs.copy + flops / rate), elements * 1.3 + (0 if output_packed else 2 * numel(output))
     return Candidate("scaled_dot_product_attention", ms, more, apply)
 
 

@@ -14,7 +14,7 @@ from ...quantize.integer import wide
 from .. import rematerialize
 from ..codes import unpack
 from ..formats import FORMATS, GROUPED
-from ..rematerialize import OPERATOR, in_place_of, keep, noted, source
+from ..rematerialize import in_place_of, keep, source
 from .base import Handlers, Scope, custom_op, direct, float32, is_large, uncompressed, without_autocast
 
 
@@ -39,8 +39,7 @@ class Softmax(torch.autograd.Function):
         y = unpack(ctx.form, ctx.saved_tensors, ctx.shape, g.dtype)
         if ctx.source is not None:
             y = y.contiguous()  # of rows that were padded it is a slice, which could not be marked
-        with noted(OPERATOR, "softmax"):
-            y = in_place_of(ctx.source, y.movedim(-1, ctx.dim))
+        y = in_place_of(ctx.source, y.movedim(-1, ctx.dim))
         g_x = (y * (g - (g * y).sum(ctx.dim, keepdim=True))).to(g_y.dtype)
         return g_x, None, None
 
