@@ -19,9 +19,8 @@ from ..private import schema_of
 from .nodes import arguments_of, base_of, called, is_alias, is_cast, readers_of, replace_results
 
 _ops = torch.ops.hotrain
-_FIRST = ("activation_gradient", "gated_gradient")
-_FORWARD = ("activate", "normalize")
-"""Operators of which the first result is written over the first argument: in backward, and in forward."""
+_FIRST = ("activate", "normalize", "activation_gradient", "gated_gradient")
+"""Operators of which the first result is written over the first argument."""
 _STATISTICS = (_ops.channel_statistics.default, torch.ops.aten.var_mean.correction)
 _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: Inductor copies what is read afterwards
 
@@ -29,7 +28,7 @@ _MUTATION = torch.ops.higher_order.auto_functionalized  # without side effects: 
 def write(half: Graph) -> bool:
     """Let operators of a graph of forward or backward write over their arguments, in place; whether it has changed."""
     changed = False
-    for name in (*_FORWARD, *_FIRST):
+    for name in _FIRST:
         for node in half.find_nodes(op="call_function", target=getattr(_ops, name).default):
             if _is_free(node.args[0], node):
                 *others, first = _called(half, node, getattr(_ops, f"{name}_").default)
