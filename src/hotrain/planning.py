@@ -232,8 +232,8 @@ def times_of_patches(question: Question) -> tuple[float, float] | None:
     """Times of forward and backward of an exact layer that cuts patches, measured as `times` are.
 
     Returns:
-        (as a convolution, by `geometry.product_of_patches`), ms of the GPU; None for other layers, within CUDA graph
-        capture, and where memory does not suffice.
+        (as a convolution, by `geometry.product_of_patches` with the copies that cut x), ms of the GPU; None for other
+        layers, within CUDA graph capture, and where memory does not suffice.
     """
     if not question.multiplies:
         return None

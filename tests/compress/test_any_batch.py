@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotrain
-from hotrain import geometry
 from hotrain.compress.operators import norm
 
 # Of codes of 4 bits against the exact gradient: the largest of `test_compressed_models`.
@@ -79,7 +78,7 @@ def _anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_graph_is_for_any_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_for_any_batch(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
     sides, f, modules = CASES[name]
     exact, seen = nn.Sequential(nn.Identity(), Called(f, *modules)), Seen()
@@ -89,15 +88,12 @@ def test_a_graph_is_for_any_batch(name: str, monkeypatch: pytest.MonkeyPatch) ->
     if "exact" in name:
         report.buffers.must_not_lose = True
         monkeypatch.setattr(norm, "supported", lambda *_: True)
-        geometry.LAID_OUT.add("cpu")
+        request.getfixturevalue("laid_out_on_cpu")
     run: Any = torch.compile(model, backend=seen.backend, fullgraph=True)
-    try:
-        for batch in (64, 72):
-            x = torch.randn(batch, *sides)
-            x = x.to(memory_format=torch.channels_last) if sides == IMAGE else x
-            torch._dynamo.mark_dynamic(x.requires_grad_(), 0)
-            (got,), (want,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (run, exact))
-            assert (got - want).norm() <= NEAR * want.norm()
-    finally:
-        geometry.LAID_OUT.discard("cpu")
+    for batch in (64, 72):
+        x = torch.randn(batch, *sides)
+        x = x.to(memory_format=torch.channels_last) if sides == IMAGE else x
+        torch._dynamo.mark_dynamic(x.requires_grad_(), 0)
+        (got,), (want,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (run, exact))
+        assert (got - want).norm() <= NEAR * want.norm()
     assert len(seen.graphs) == 2, "forward and backward, for both batches"

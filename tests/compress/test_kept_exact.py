@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotrain
-from hotrain.compress import choosing, compiled, nodes
+from hotrain.compress import choosing, compiled, nodes, readings
 from hotrain.planning import Roofs
 
 # ms that each saves, and its bytes
@@ -166,6 +166,17 @@ def test_a_softmax_is_kept_as_the_product_reads_it(cast: bool, monkeypatch: pyte
     assert "softmax, 1 of 1" in str(report)
     assert "softmax  " not in str(report)
     assert (got - want).norm() <= 2**-7 * want.norm()  # float32 is kept in bfloat16 where there is no time
+
+
+@pytest.mark.parametrize("logarithms", [True, False])
+def test_only_a_softmax_is_kept_as_its_cast(logarithms: bool) -> None:
+    """Of others with a cast, as an activation's input that a product reads, too, the report says what is kept."""
+    graph = torch.fx.Graph()
+    t = graph.placeholder("t")
+    cast = graph.call_function(nodes.CASTS[0], (t, torch.bfloat16))
+    unpacked = graph.call_function(torch.ops.aten.exp2.default if logarithms else torch.ops.aten.mul.Tensor, (t,))
+    group = [readings.Reading(tensor, [], {unpacked}, set()) for tensor in (t, cast)]
+    assert readings.casts_of(group) == ({t: group[1]} if logarithms else {})
 
 
 def _joint(monkeypatch: pytest.MonkeyPatch, look: Callable[[torch.fx.Graph], None]) -> None:

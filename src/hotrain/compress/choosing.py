@@ -289,8 +289,7 @@ def _of_group(group: list[Reading], keepers: list[Node], roofs: Roofs) -> Candid
 def _from_scores(group: list[Reading], roofs: Roofs) -> float:
     """ms in which exact training computes a softmax again: of a result in float32 it saves the scores, of half the
     bytes, besides the cast for the product."""
-    again = sum(map(numel, casts_of(group))) if is_softmax(group) else 0
-    return 1e3 * _OF_SCORES * again / roofs.copy
+    return 1e3 * _OF_SCORES * sum(map(numel, casts_of(group))) / roofs.copy
 
 
 def _what(reading: Reading) -> str:

@@ -45,13 +45,13 @@ from .nodes import (
     source_of,
     value_of,
 )
+from .readings import is_kernel
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten.index.Tensor, _aten.constant_pad_nd.default, _aten.cat.default)
 _FORWARD = torch.ops.hotrain.norm_forward.default
 _NORMALIZE = torch.ops.hotrain.normalize.default
 _SLOPE = torch.ops.hotrain.activation_gradient.default
-_PACKS = torch.ops.hotrain.keep_codes.default
 _BIAS_OF_NORM = 10  # among the arguments of `norm_forward`
 
 
@@ -135,7 +135,7 @@ def _unfused_activate(node: Node) -> int:
     x, y = source_of(node.args[0], is_move), result_of(node, 0)
     moved = 2 * bytes_of(x) if _is_formula(x) and len(x.users) == 1 else 0
     # As in a gate. What packs y is counted where it packs.
-    readers = [] if y is None else [t for t in readers_of(y, _is_as_before) if t.target is not _PACKS]
+    readers = [] if y is None else [t for t in readers_of(y, _is_as_before) if not is_kernel(t)]
     return moved + (2 * bytes_of(y) if readers and all(map(_is_formula, readers)) else 0)
 
 

@@ -117,6 +117,7 @@ def own_keepers(group: list[Reading]) -> list[Node]:
 
 
 def is_kernel(keeper: Node) -> bool:
+    """Whether a kernel packs, which is not that of a norm or an activation."""
     return keeper.target is torch.ops.hotrain.keep_codes.default
 
 
@@ -126,13 +127,14 @@ def is_softmax(group: list[Reading]) -> bool:
 
 
 def casts_of(group: list[Reading]) -> dict[Any, Reading]:
-    """Tensor → its cast for a product, where both are in the group, as of a softmax in float32."""
+    """Of a softmax in float32 whose cast a product reads: the float32 tensor → the cast. Empty for other groups."""
     casts = {reading.tensor.args[0]: reading for reading in group if is_cast(reading.tensor)}
-    return {reading.tensor: casts[reading.tensor] for reading in group if reading.tensor in casts}
+    pairs = {reading.tensor: casts[reading.tensor] for reading in group if reading.tensor in casts}
+    return pairs if is_softmax(group) else {}
 
 
 def put_back(group: list[Reading]) -> None:
-    """Of a tensor and its cast for a product backward is left the cast, in one place as in both."""
+    """Let backward read the tensors of forward; for both of a pair of `casts_of` the cast."""
     casts = casts_of(group)
     for reading in group:
         cast, first = casts.get(reading.tensor), min(reading.places)
