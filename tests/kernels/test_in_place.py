@@ -76,6 +76,18 @@ class Residual(nn.Module):
         return F.relu(self.two(self.second(y)) + x)
 
 
+class Beside(nn.Module):
+    """The norm's input is its shortcut, too, and so is the gradient of one that of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(self.norm(hidden) + hidden)
+
+
 def _tokens(device: torch.device) -> Tensor:
     return torch.randn(2, 96, WIDTH, device=device)
 
@@ -106,6 +118,7 @@ CASES = [
     pytest.param(
         lambda: nn.Sequential(Residual(), Residual()), _images, (4, 3), (0, 1), id="batch norm of a given gradient"
     ),
+    pytest.param(Beside, _images, (0, 0), (1, 1), id="batch norm beside its own input"),
 ]
 NAMES = ("activate", "normalize"), ("activation_gradient", "gated_gradient", "norm_gradient")
 

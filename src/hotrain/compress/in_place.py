@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ..kernels import written_over
 from ..private import schema_of
@@ -50,9 +51,11 @@ def _is_free(t: Any, reader: Node) -> bool:
     base, value, result = base_of(t), t.meta["val"], reader.meta["val"][0]
     if base.op != "call_function" or (value.dtype, value.stride()) != (result.dtype, result.stride()):
         return False
-    again = any(n is not t and base_of(n) is base for n in reader.all_input_nodes)
+    given: list[Node] = []
+    map_arg(reader.args, given.append)
     others = (user for user in readers_of(base, lambda n: is_alias(n) or is_cast(n)) if user is not reader)
-    if again or not all(user.target in _STATISTICS and user < reader for user in others):
+    once = sum(base_of(node) is base for node in given) == 1
+    if not once or not all(user.target in _STATISTICS and user < reader for user in others):
         return False
     source: Any = base.args[0] if base.target is operator.getitem else base
     schema = schema_of(source.target)
