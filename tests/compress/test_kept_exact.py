@@ -83,6 +83,21 @@ class Fused(Explicit):
         return self.inputs[0](x).chunk(3, -1)
 
 
+def all_exact(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """Let graphs have no time for any codes; the counts of the last one, once it was compiled."""
+    counts: dict[str, tuple[int, int]] = {}
+
+    def chosen(gm: torch.fx.GraphModule) -> float:
+        counts.update(choosing.choose(gm.graph, Roofs(4e12, 7e14), -1e3)[0])
+        choosing.forget(gm.graph)
+        gm.recompile()
+        return 0.0
+
+    monkeypatch.setattr(compiled, "SMALL", 100)
+    monkeypatch.setattr(compiled, "_choose", chosen)
+    return counts
+
+
 @pytest.mark.parametrize("kind", [Explicit, Fused])
 def test_what_a_product_copies_is_kept_as_it_reads_it(kind: type[Explicit], monkeypatch: pytest.MonkeyPatch) -> None:
     """As exact training keeps it. Of the view that the copy is of, backward would make another: in VOLO, whose unfolded
@@ -98,21 +113,13 @@ def test_what_a_product_copies_is_kept_as_it_reads_it(kind: type[Explicit], monk
         options = {"partition_fn": partition, "decompositions": decompositions}
         return torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look, **options))
 
-    def all_exact(gm: torch.fx.GraphModule) -> float:
-        chosen.update(choosing.choose(gm.graph, Roofs(4e12, 7e14), -1e3)[0])
-        choosing.forget(gm.graph)
-        gm.recompile()
-        return 0.0
-
     torch.manual_seed(0)
-    chosen: dict[str, tuple[int, int]] = {}
     exact, x = kind(), torch.randn(16, 49, 64, requires_grad=True)
     model = copy.deepcopy(exact)
     compiled_by(min_cut_rematerialization_partition, exact)(x).square().sum().backward()
     wanted = [x.grad, *(p.grad for p in exact.parameters())]
     x.grad = None
-    monkeypatch.setattr(compiled, "SMALL", 100)
-    monkeypatch.setattr(compiled, "_choose", all_exact)
+    chosen = all_exact(monkeypatch)
     hotrain.convert(model, "exact", memory="block")
     compiled_by(compiled.partition, model)(x).square().sum().backward()
     assert (chosen["matmul"], chosen["softmax"]) == ((3, 3), (1, 1))
@@ -147,22 +154,12 @@ def test_a_softmax_is_kept_as_the_product_reads_it(cast: bool, monkeypatch: pyte
     model = copy.deepcopy(exact)
     want = step(exact, min_cut_rematerialization_partition)
     of_exact = list(saved)
-    kept: list[dict[str, tuple[int, int]]] = []
-
-    def all_exact(gm: torch.fx.GraphModule) -> float:
-        kept.append(choosing.choose(gm.graph, Roofs(4e12, 7e14), -1e3)[0])
-        choosing.forget(gm.graph)
-        gm.recompile()
-        return 0.0
-
-    monkeypatch.setattr(compiled, "SMALL", 100)
-    monkeypatch.setattr(compiled, "_choose", all_exact)
+    chosen = all_exact(monkeypatch)
     report = hotrain.convert(model, "exact", memory="block")
     got = step(model, compiled.partition)
     assert saved == ([torch.bfloat16] if cast else of_exact)
     assert len(of_exact) == (2 if cast else 1), "else this test cannot fail"
-    (counts,) = kept
-    report.buffers.record_chosen(counts)
+    report.buffers.record_chosen(chosen)
     assert "softmax, 1 of 1" in str(report)
     assert "softmax  " not in str(report)
     assert (got - want).norm() <= 2**-7 * want.norm()  # float32 is kept in bfloat16 where there is no time

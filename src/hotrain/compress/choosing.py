@@ -232,7 +232,7 @@ def forget(graph: Graph) -> bool:
 
 
 def _candidates(graph: Graph, roofs: Roofs) -> tuple[list[Candidate], list[float]]:
-    """Candidates, and the ms of each operator that is no candidate, against exact training."""
+    """Candidates, and the ms against exact training of what is no candidate: operators, and softmaxes in either way."""
     readings = readings_of(graph)
     restored = graph.find_nodes(op="call_function", target=torch.ops.hotrain.restore_codes.default)
     of_candidates = {node for reading in readings for node in reading.path}
